@@ -1,0 +1,31 @@
+"""Time-aware Large Kernel (TaLK) Convolutions: an operator for PyTorch and models for fairseq.
+
+    from talk_fairseq import talk_conv, talk_conv_reference, TaLKConv
+
+As a plugin: ``fairseq-train --user-dir talk_fairseq --arch talkconv …``. Where fairseq is
+installed, importing this package mends what breaks in it today (compat.py) and registers the
+models; the operator needs neither fairseq nor CuPy.
+"""
+
+import importlib.util
+
+from talk_fairseq.modules import TaLKConv, TaLKConvUnit
+from talk_fairseq.operator import talk_conv
+from talk_fairseq.reference import talk_conv_reference
+
+__all__ = ["TaLKConv", "TaLKConvUnit", "talk_conv", "talk_conv_reference"]
+__version__ = "0.1.0"
+
+if importlib.util.find_spec("fairseq") is not None:
+    try:
+        import fairseq  # noqa: F401
+    except Exception as error:
+        import warnings
+
+        warnings.warn(
+            f"fairseq is installed but cannot be imported, so its plugin is off: {error!r}",
+            stacklevel=2,
+        )
+    else:
+        from talk_fairseq import compat  # noqa: F401
+        from talk_fairseq.models import talkconv  # noqa: F401

@@ -1,0 +1,310 @@
+"""The TaLK operator on the CPU: Numba kernels that read x once and write the output once.
+
+Both kernels walk along time with a ring of float64 rows just long enough for the longest window
+in the call, so their cost does not depend on the window, and float64 sums need no restarts.
+Halves are converted to float32 around the kernel and rounded once, at the end.
+
+The work is split over Python threads (the kernels release the GIL) rather than Numba's own,
+whose fallback layers abort under concurrent calls or after a fork.
+"""
+
+import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from numba import njit
+
+# Elements below which starting threads costs more than it saves.
+_SERIAL = 1 << 15
+# Channels of one task: wide enough for the memory's pages, small enough for the ring to stay in L2.
+_SLAB = 256
+
+
+def forward(x, offset_left, offset_right, max_left, max_right):
+    """The output (T, B, C) in x's dtype, for contiguous, validated arguments on the CPU."""
+    T, B, C = x.shape
+    H = offset_left.shape[2]
+    u_left, u_right, reach_left, reach_right = _reaches(
+        offset_left, offset_right, max_left, max_right, T
+    )
+    rows = _arithmetic(x)
+    out = torch.empty_like(rows)
+    _run(
+        _forward_kernel,
+        _heads(rows, H),
+        u_left,
+        u_right,
+        reach_left,
+        reach_right,
+        1.0 / (max_left + max_right + 1),
+        _heads(out, H),
+    )
+    return out.to(x.dtype)
+
+
+def backward(dout, x, offset_left, offset_right, max_left, max_right):
+    """The gradients ``(dx, d_offset_left, d_offset_right)``, each in its argument's dtype.
+
+    ``d_offset_right`` is None where ``offset_right`` is.
+    """
+    T, B, C = x.shape
+    H = offset_left.shape[2]
+    u_left, u_right, reach_left, reach_right = _reaches(
+        offset_left, offset_right, max_left, max_right, T
+    )
+    rows = _arithmetic(x)
+    dx = torch.empty_like(rows)
+    d_left = torch.empty(T, B, H, dtype=rows.dtype)
+    d_right = d_left if offset_right is None else torch.empty_like(d_left)
+    _run(
+        _backward_kernel,
+        _heads(rows, H),
+        u_left,
+        u_right,
+        reach_left,
+        reach_right,
+        1.0 / (max_left + max_right + 1),
+        _heads(_arithmetic(dout), H),
+        max_left,
+        max_right,
+        _heads(dx, H),
+        d_left.numpy(),
+        d_right.numpy(),
+    )
+    return (
+        dx.to(x.dtype),
+        d_left.to(offset_left.dtype),
+        None if offset_right is None else d_right.to(offset_right.dtype),
+    )
+
+
+def _arithmetic(tensor):
+    """`tensor` in the type that the kernels compute with; halves are storage only."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _heads(tensor, H):
+    """A NumPy view (T, B, H, R)."""
+    T, B, C = tensor.shape
+    return tensor.detach().numpy().reshape(T, B, H, C // H)
+
+
+def _reaches(offset_left, offset_right, max_left, max_right, T):
+    """Window ends in tokens, (T, B, H) in float64, and the longest of each side in whole rows."""
+
+    def side(offset, maximum):
+        if offset is None:
+            return np.empty((0, 0, 0)), 0
+        u = offset.detach().numpy() if offset.dtype == torch.float64 else offset.double().numpy()
+        u = u * float(maximum)
+        longest = np.nanmax(u, initial=0.0)
+        return u, T if longest >= T else int(np.ceil(longest))
+
+    u_left, reach_left = side(offset_left, max_left)
+    u_right, reach_right = side(offset_right, max_right)
+    return u_left, u_right, reach_left, reach_right
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(process, threads):
+    """Threads do not survive a fork: `process` keeps a child from using its parent's pool."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="talk_conv")
+
+
+def _run(kernel, x, u_left, u_right, reach_left, reach_right, scale, *arguments):
+    """Call `kernel` on all tasks (time chunk, batch, group of heads), over torch's CPU threads."""
+    T, B, H, R = x.shape
+    threads = torch.get_num_threads() if x.size >= _SERIAL else 1
+    group = max(1, min(H, _SLAB // R))
+    columns = B * -(-H // group)
+    # Cut time only where there are too few columns: a cut costs re-reading a window.
+    chunk = T
+    if columns < 2 * threads:
+        chunk = max(-(-T * columns // (2 * threads)), 4 * (reach_left + reach_right + 1), 1)
+    tasks = columns * -(-T // chunk)
+    threads = min(threads, tasks)
+    # A power of two, so that a row's place in the ring is a mask rather than a division.
+    span = 1 << (reach_left + reach_right + 2).bit_length()
+    ring = np.empty((threads, span, group * R))
+
+    def share(index):
+        kernel(
+            x, u_left, u_right, reach_left, reach_right, scale, *arguments,
+            chunk, group, ring[index], index, tasks, threads,
+        )  # fmt: skip
+
+    others = [_pool(os.getpid(), threads).submit(share, i) for i in range(1, threads)]
+    share(0)
+    for other in others:
+        other.result()
+
+
+# Divisions and additions keep their order, but for sums over a head's channels, which may be
+# vectorised; NaN and infinity keep their meaning.
+_jit = njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
+
+
+@_jit
+def _forward_kernel(
+    x, u_left, u_right, reach_left, reach_right, scale, out, chunk, group, ring, first, tasks, step
+):
+    """out[t] = (P(t + 1 + u_r) - P(t - u_l)) * scale; `ring` holds rows of P[k] = x[0] + ... + x[k-1].
+
+    At time t the ring holds P[t - reach_left] to P[t + 1 + reach_right].
+    """
+    T, B, H, R = x.shape
+    groups = -(-H // group)
+    mask = ring.shape[0] - 1
+    for task in range(first, tasks, step):
+        begin = task // (B * groups) * chunk
+        end = min(begin + chunk, T)
+        b = task // groups % B
+        h0 = task % groups * group
+        h1 = min(h0 + group, H)
+        k = max(begin - reach_left, 0)
+        ring[k & mask, :] = 0.0
+        for t in range(begin, end):
+            while k < min(t + 1 + reach_right, T):
+                for h in range(h0, h1):
+                    lo = (h - h0) * R
+                    before = ring[k & mask, lo : lo + R]
+                    after = ring[(k + 1) & mask, lo : lo + R]
+                    row = x[k, b, h]
+                    for r in range(R):
+                        after[r] = before[r] + row[r]
+                k += 1
+            for h in range(h0, h1):
+                lo = (h - h0) * R
+                left, left_next, f_left = t, t, 0.0
+                u = u_left[t, b, h]
+                if u >= t:
+                    left, left_next = 0, 0
+                elif u >= 0:
+                    n = int(u)
+                    f_left = u - n
+                    left, left_next = t - n, t - n - 1
+                else:
+                    f_left = np.nan
+                right, right_next, f_right = t + 1, t + 1, 0.0
+                if u_right.size > 0:
+                    u = u_right[t, b, h]
+                    if u >= T - 1 - t:
+                        right, right_next = T, T
+                    elif u >= 0:
+                        n = int(u)
+                        f_right = u - n
+                        right, right_next = t + 1 + n, t + 2 + n
+                    else:
+                        f_right = np.nan
+                if f_left == 0.0:
+                    left_next = left
+                if f_right == 0.0:
+                    right_next = right
+                p0 = ring[left & mask, lo : lo + R]
+                p1 = ring[left_next & mask, lo : lo + R]
+                q0 = ring[right & mask, lo : lo + R]
+                q1 = ring[right_next & mask, lo : lo + R]
+                row = out[t, b, h]
+                for r in range(R):
+                    whole = q0[r] - p0[r]
+                    ends = f_right * (q1[r] - q0[r]) + f_left * (p0[r] - p1[r])
+                    row[r] = (whole + ends) * scale
+
+
+@_jit
+def _backward_kernel(
+    x, u_left, u_right, reach_left, reach_right, scale, dout, max_left, max_right, dx, d_left,
+    d_right, chunk, group, ring, first, tasks, step,
+):  # fmt: skip
+    """dx is the running sum of D, to which each window adds its two ends; `ring` holds rows of D.
+
+    A window of weight 1 on rows i to k - 1, f on row i - 1 and g on row k is, as differences,
+    D[i - 1] += f, D[i] += 1 - f, D[k] -= 1 - g, D[k + 1] -= g (times dout). Once time t is
+    done, D is complete up to row t - reach_left.
+    """
+    T, B, H, R = x.shape
+    groups = -(-H // group)
+    mask = ring.shape[0] - 1
+    for task in range(first, tasks, step):
+        begin = task // (B * groups) * chunk
+        end = min(begin + chunk, T)
+        b = task // groups % B
+        h0 = task % groups * group
+        h1 = min(h0 + group, H)
+        ring[:, :] = 0.0
+        total = np.zeros((h1 - h0) * R)
+        j = begin  # the next row of dx to write
+        for t in range(max(begin - reach_right - 1, 0), min(end + reach_left, T)):
+            for h in range(h0, h1):
+                lo = (h - h0) * R
+                g = dout[t, b, h]
+
+                left, f_left = 0, 0.0
+                u = u_left[t, b, h]
+                gradient = 0.0
+                if not u >= 0:
+                    f_left = gradient = np.nan
+                elif u < t:
+                    n = int(u)
+                    f_left = u - n
+                    left = t - n
+                    if f_left > 0 and begin <= t < end:
+                        gradient = _dot(g, x[left - 1, b, h]) * max_left * scale
+                if begin <= t < end:
+                    d_left[t, b, h] = gradient
+
+                right, f_right = T, 0.0
+                if u_right.size == 0:
+                    right = t + 1
+                else:
+                    u = u_right[t, b, h]
+                    gradient = 0.0
+                    if not u >= 0:
+                        f_right = gradient = np.nan
+                        right = t + 1
+                    elif u < T - 1 - t:
+                        n = int(u)
+                        f_right = u - n
+                        right = t + 1 + n
+                        if f_right > 0 and begin <= t < end:
+                            gradient = _dot(g, x[right, b, h]) * max_right * scale
+                    if begin <= t < end:
+                        d_right[t, b, h] = gradient
+
+                # Rows before this chunk are summed into its first row; rows after it are not ours.
+                _add(ring, max(left, begin), end, lo, g, 1.0 - f_left)
+                if f_left != 0.0:
+                    _add(ring, max(left - 1, begin), end, lo, g, f_left)
+                _add(ring, max(right, begin), end, lo, g, f_right - 1.0)
+                if f_right != 0.0:
+                    _add(ring, max(right + 1, begin), end, lo, g, -f_right)
+            while j < end and (j <= t - reach_left or t == min(end + reach_left, T) - 1):
+                for h in range(h0, h1):
+                    lo = (h - h0) * R
+                    done = ring[j & mask, lo : lo + R]
+                    sums = total[lo : lo + R]
+                    row = dx[j, b, h]
+                    for r in range(R):
+                        sums[r] += done[r]
+                        row[r] = sums[r] * scale
+                        done[r] = 0.0
+                j += 1
+
+
+@_jit
+def _dot(a, b):
+    total = 0.0
+    for r in range(a.shape[0]):
+        total += a[r] * b[r]
+    return total
+
+
+@_jit
+def _add(ring, row, end, lo, values, weight):
+    """ring[row] += weight * values, where the row lies before `end`."""
+    if row < end:
+        target = ring[row & (ring.shape[0] - 1), lo : lo + values.shape[0]]
+        for r in range(values.shape[0]):
+            target[r] += weight * values[r]

@@ -1,0 +1,1 @@
+"""Models for fairseq, registered by importing the files beside this one."""

@@ -1,0 +1,325 @@
+"""The TaLK-Conv encoder-decoder: fairseq's Transformer with TaLKConvUnit for self-attention."""
+
+import argparse
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any, Optional
+
+from fairseq.dataclass import FairseqDataclass
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.distributed import fsdp_wrap
+from fairseq.models import register_model, register_model_architecture
+from fairseq.models.transformer import (
+    TransformerConfig,
+    TransformerDecoderBase,
+    TransformerEncoderBase,
+    TransformerModelBase,
+)
+from fairseq.models.transformer.transformer_config import (
+    DecoderConfig,
+    EncDecBaseConfig,
+    QuantNoiseConfig,
+)
+from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+from fairseq.modules.quant_noise import quant_noise
+from fairseq.modules.transformer_layer import (
+    TransformerDecoderLayerBase,
+    TransformerEncoderLayerBase,
+)
+from omegaconf import OmegaConf
+
+from talk_fairseq.modules import TaLKConvUnit
+
+# --- Configuration: flat, since a nested config works from YAML but not from flags ---
+
+_NESTED = {"encoder": EncDecBaseConfig, "decoder": DecoderConfig, "quant_noise": QuantNoiseConfig}
+
+
+def _flat_transformer_config():
+    """A dataclass of every option of fairseq's Transformer: decoder.layers is decoder_layers."""
+    options = []
+    for option in fields(TransformerConfig):
+        prefix = option.name + "_" if option.name in _NESTED else ""
+        for inner in fields(_NESTED[option.name]) if prefix else [option]:
+            if inner.name == "_name":
+                continue
+            kind, default = inner.type, inner.default
+            if isinstance(default, str) and default.startswith("${"):
+                kind, default = Optional[int], None  # the embedding size; see nested_config
+            metadata = dict(inner.metadata)
+            options.append((prefix + inner.name, kind, field(default=default, metadata=metadata)))
+    return make_dataclass("FlatTransformerConfig", options, bases=(FairseqDataclass,))
+
+
+@dataclass
+class TaLKConvConfig(_flat_transformer_config()):
+    """What `fairseq-train` takes as flags and a YAML takes as keys of `model`.
+
+    Windows are one entry a layer, as text ("3,7,15,31x4": 31 four times) or as a YAML list.
+    """
+
+    activation_fn: str = field(default="swish", metadata={"help": "activation function"})
+    encoder_layers: int = field(default=7, metadata={"help": "number of encoder layers"})
+    encoder_max_left: Any = field(
+        default="3,7,15,31x4", metadata={"help": "largest window to the left of each encoder layer"}
+    )
+    encoder_max_right: Any = field(
+        default=None,
+        metadata={"help": "likewise to the right (default: as --encoder-max-left)"},
+    )
+    decoder_max_left: Any = field(
+        default="3,7,15,31x3", metadata={"help": "largest window to the left of each decoder layer"}
+    )
+    encoder_talk_heads: Optional[int] = field(
+        default=None,
+        metadata={"help": "heads of the encoder's windows (default: its attention heads)"},
+    )
+    decoder_talk_heads: Optional[int] = field(
+        default=None,
+        metadata={"help": "heads of the decoder's windows (default: its attention heads)"},
+    )
+    encoder_glu: bool = field(
+        default=True, metadata={"help": "gate the first projection of the encoder's units"}
+    )
+    decoder_glu: bool = field(
+        default=True, metadata={"help": "gate the first projection of the decoder's units"}
+    )
+    talk_normalize: bool = field(
+        default=True, metadata={"help": "divide each window's sum by the largest window"}
+    )
+    offset_dropout: float = field(
+        default=0.1, metadata={"help": "probability of dropping an offset"}
+    )
+    input_dropout: float = field(
+        default=0.0, metadata={"help": "dropout probability of the input of each unit"}
+    )
+
+
+def add_flags(parser, config):
+    """Add a flag for each option of the dataclass `config`, and --no-… for switches that are on."""
+    for option in fields(config):
+        if option.type is bool and option.default is True:
+            parser.add_argument(
+                "--" + option.name.replace("_", "-"),
+                action=argparse.BooleanOptionalAction,
+                default=argparse.SUPPRESS,
+                help=option.metadata["help"],
+            )
+    # Defaults come last, from the arch and the dataclass.
+    gen_parser_from_dataclass(parser, config(), delete_default=True)
+
+
+def register_archs(model, archs):
+    """Register each arch of ``{name: {option: value}}``: defaults that flags and YAML keys override."""
+
+    def with_defaults(values):
+        def set_defaults(cfg):
+            for name, value in values.items():
+                if name not in cfg:
+                    # Both a Namespace of flags and a DictConfig of YAML keys take attributes.
+                    setattr(cfg, name, value)
+
+        return set_defaults
+
+    for name, values in archs.items():
+        register_model_architecture(model, name)(with_defaults(values))
+
+
+def nested_config(cfg, config):
+    """fairseq's nested TransformerConfig, with our options, of flat `cfg` (a DictConfig or Namespace).
+
+    Raises ValueError for an option that does not exist or does not fit.
+    """
+    known = {option.name for option in fields(config)}
+    if isinstance(cfg, argparse.Namespace):
+        # A checkpoint of fairseq 0.10 or older holds the flags of everything.
+        given = {name: value for name, value in vars(cfg).items() if name in known}
+    else:
+        given = {name: value for name, value in cfg.items() if name not in ("_name", "arch")}
+        for name in given:
+            if name not in known:
+                raise ValueError(f"model.{name}: expected an option of the model, got an unknown one")
+    flat = OmegaConf.merge(OmegaConf.structured(config), given)
+
+    # fairseq's default for a sub-config is its class, which all configs would share.
+    nested = TransformerConfig(**{name: kind() for name, kind in _NESTED.items()})
+    for name in known - {"_name"}:
+        value = flat[name]
+        setattr(nested, name, OmegaConf.to_object(value) if OmegaConf.is_config(value) else value)
+    nested.decoder.input_dim = nested.decoder.input_dim or nested.decoder.embed_dim
+    nested.decoder.output_dim = nested.decoder.output_dim or nested.decoder.embed_dim
+    if nested.cross_self_attention:
+        raise ValueError("cross_self_attention: a window cannot span two sequences; expected False")
+    return nested
+
+
+def window_list(name, windows, layers):
+    """``"3,7,31x2"`` or ``[3, 7, 31, 31]`` as a list of ints, one for each of `layers` layers.
+
+    Raises ValueError, naming `name`, for text that is no such list and for a wrong length.
+    """
+    try:
+        if isinstance(windows, str):
+            entries = (entry.strip().split("x") for entry in windows.split(","))
+            windows = [int(e[0]) for e in entries for _ in range(int(*e[1:]) if e[1:] else 1)]
+        else:
+            windows = [int(w) for w in ([windows] if isinstance(windows, int) else windows)]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{name}: expected windows such as '3,7,31x2', one a layer, got {windows!r}"
+        ) from None
+    if len(windows) != layers:
+        raise ValueError(
+            f"{name}: expected {layers} windows, one a layer, got {len(windows)}: {windows}"
+        )
+    if min(windows, default=0) < 0:
+        raise ValueError(f"{name}: expected windows of at least 0 tokens, got {windows}")
+    return windows
+
+
+# --- Model ---
+
+
+def build_unit(cfg, side, heads, window):
+    """The TaLKConvUnit of a layer of ``side`` (cfg.encoder or cfg.decoder)."""
+    max_left, max_right = window
+    unit = TaLKConvUnit(
+        side.embed_dim,
+        side.talk_heads or heads,
+        max_left,
+        max_right,
+        glu=side.glu,
+        input_dropout=cfg.input_dropout,
+        offset_dropout=cfg.offset_dropout,
+        normalize=cfg.talk_normalize,
+    )
+    for linear in (unit.linear1, unit.linear2):
+        quant_noise(linear, cfg.quant_noise.pq, cfg.quant_noise.pq_block_size)
+    return unit
+
+
+def wrap_layer(layer, cfg):
+    """Activation checkpointing and FSDP, as fairseq's Transformer applies them."""
+    if cfg.checkpoint_activations:
+        layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
+    return fsdp_wrap(
+        layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
+    )
+
+
+class TaLKConvEncoderLayer(TransformerEncoderLayerBase):
+    """fairseq's encoder layer with a two-sided window ``(max_left, max_right)``."""
+
+    def __init__(self, cfg, window, return_fc=False):
+        self.window = window
+        super().__init__(cfg, return_fc)
+
+    def build_self_attention(self, embed_dim, cfg):
+        return build_unit(cfg, cfg.encoder, cfg.encoder.attention_heads, self.window)
+
+
+class TaLKConvEncoder(TransformerEncoderBase):
+    def __init__(self, cfg, dictionary, embed_tokens, return_fc=False):
+        left, right = cfg.encoder.max_left, cfg.encoder.max_right
+        layers = cfg.encoder.layers
+        left = window_list("encoder_max_left", left, layers)
+        right = left if right is None else window_list("encoder_max_right", right, layers)
+        self._windows = iter(list(zip(left, right)))
+        super().__init__(cfg, dictionary, embed_tokens, return_fc)
+        del self._windows
+
+    def build_encoder_layer(self, cfg):
+        return wrap_layer(TaLKConvEncoderLayer(cfg, next(self._windows), self.return_fc), cfg)
+
+
+class TaLKConvDecoderLayer(TransformerDecoderLayerBase):
+    """fairseq's decoder layer with a causal window of `max_left`."""
+
+    def __init__(self, cfg, max_left, no_encoder_attn=False):
+        self.window = (max_left, 0)
+        super().__init__(cfg, no_encoder_attn)
+
+    def build_self_attention(self, embed_dim, cfg, add_bias_kv=False, add_zero_attn=False):
+        return build_unit(cfg, cfg.decoder, cfg.decoder.attention_heads, self.window)
+
+
+class TaLKConvDecoder(TransformerDecoderBase):
+    def __init__(self, cfg, dictionary, embed_tokens, no_encoder_attn=False, **kwargs):
+        windows = window_list("decoder_max_left", cfg.decoder.max_left, cfg.decoder.layers)
+        self._windows = iter(windows)
+        super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn, **kwargs)
+        del self._windows
+
+    def build_decoder_layer(self, cfg, no_encoder_attn=False):
+        return wrap_layer(TaLKConvDecoderLayer(cfg, next(self._windows), no_encoder_attn), cfg)
+
+    def buffered_future_mask(self, tensor):
+        """None: a causal window needs no (T, T) mask."""
+
+
+@register_model("talkconv", dataclass=TaLKConvConfig)
+class TaLKConvModel(TransformerModelBase):
+    """TaLK-Conv encoder-decoder (Lioutas & Guo, ICML 2020)."""
+
+    @classmethod
+    def add_args(cls, parser):
+        add_flags(parser, TaLKConvConfig)
+
+    @classmethod
+    def build_model(cls, cfg, task):
+        return super().build_model(nested_config(cfg, TaLKConvConfig), task)
+
+    @classmethod
+    def build_encoder(cls, cfg, src_dict, embed_tokens):
+        return TaLKConvEncoder(cfg, src_dict, embed_tokens)
+
+    @classmethod
+    def build_decoder(cls, cfg, tgt_dict, embed_tokens):
+        return TaLKConvDecoder(
+            cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention
+        )
+
+
+# --- The paper's models (appendix A); all of them post-norm, with Swish ---
+
+
+def _sizes(embed_dim, ffn_embed_dim, heads):
+    """The same sizes on both sides."""
+    return {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in (
+            ("embed_dim", embed_dim),
+            ("ffn_embed_dim", ffn_embed_dim),
+            ("attention_heads", heads),
+        )
+    }
+
+
+_DROPOUTS = {"dropout": 0.3, "attention_dropout": 0.1, "offset_dropout": 0.1, "input_dropout": 0.1}
+_BIG = {**_sizes(1024, 4096, 16), **_DROPOUTS}
+_CNN_DM = {**_sizes(512, 2048, 8), **_DROPOUTS}
+
+register_archs(
+    "talkconv",
+    {
+        "talkconv_iwslt_de_en": {
+            **_sizes(512, 1024, 4),
+            **_DROPOUTS,
+            "input_dropout": 0.0,
+            "encoder_max_left": "1,3,7,15x4",
+            "decoder_max_left": "1,3,7,15x3",
+            "encoder_glu": False,
+            "decoder_glu": False,
+        },
+        "talkconv_wmt_en_de_big": _BIG,
+        "talkconv_wmt_en_fr_big": {**_BIG, "dropout": 0.1},
+        "talkconv_cnndm_std": _CNN_DM,
+        "talkconv_cnndm_deep": {
+            **_CNN_DM,
+            "encoder_layers": 10,
+            "decoder_layers": 10,
+            "encoder_max_left": "3,7,15,31x7",
+            "decoder_max_left": "3,7,31x8",
+        },
+    },
+)

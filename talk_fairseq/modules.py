@@ -1,0 +1,170 @@
+"""PyTorch modules around the operator: TaLKConv, and the unit that stands where self-attention stood.
+
+They know nothing of fairseq beyond the call that its Transformer layers make.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from talk_fairseq.operator import talk_conv
+
+
+class TaLKConv(nn.Module):
+    """Predicts at each time step how far each head looks, and sums over that window.
+
+    Offsets are ``dropout(sigmoid(Linear(x)))`` (section 3.1 of the paper), always in float32 or
+    better: a half has too few digits for a position.
+
+    Args:
+        channels: C.
+        heads: H, which divides C; the channels of a head share a window.
+        max_left: the largest window to the left, in tokens.
+        max_right: likewise to the right; 0 makes the module causal, with no right offset.
+        offset_dropout: probability of dropping an offset, which shrinks that side to nothing.
+        normalize: divide by the largest window (section 3.2); off in the paper's ablation only.
+
+    Raises:
+        ValueError: H does not divide C, a window is negative, or a probability outside [0, 1).
+    """
+
+    def __init__(
+        self, channels, heads, max_left, max_right=0, offset_dropout=0.0, normalize=True
+    ):
+        super().__init__()
+        if heads < 1 or channels % heads:
+            raise ValueError(f"heads: expected a divisor of channels = {channels}, got {heads}")
+        if max_left < 0 or max_right < 0:
+            raise ValueError(f"windows: expected at least 0 tokens, got {max_left}, {max_right}")
+        if not 0 <= offset_dropout < 1:
+            raise ValueError(f"offset_dropout: expected 0 <= p < 1, got {offset_dropout}")
+        self.channels, self.heads = channels, heads
+        self.max_left, self.max_right = max_left, max_right
+        self.offset_dropout, self.normalize = offset_dropout, normalize
+        self.offsets = nn.Linear(channels, heads if max_right == 0 else 2 * heads)
+        nn.init.xavier_uniform_(self.offsets.weight)
+        nn.init.zeros_(self.offsets.bias)
+
+    def extra_repr(self):
+        return (
+            f"{self.channels}, heads={self.heads}, max_left={self.max_left}, "
+            f"max_right={self.max_right}, offset_dropout={self.offset_dropout}"
+            + ("" if self.normalize else ", normalize=False")
+        )
+
+    def predict_offsets(self, x):
+        """``(offset_left, offset_right)``, each (T, B, H); the second is None when causal."""
+        logits = self.offsets(x)
+        offsets = torch.sigmoid(logits if logits.dtype == torch.float64 else logits.float())
+        offsets = F.dropout(offsets, self.offset_dropout, self.training)
+        if self.max_right == 0:
+            return offsets, None
+        return offsets[..., : self.heads], offsets[..., self.heads :]
+
+    def forward(self, x):
+        """x (T, B, C) -> (T, B, C)."""
+        return self._sum(x, *self.predict_offsets(x))
+
+    def step(self, x, history=None):
+        """Continue a sequence: the outputs for the new steps `x` (S, B, C), and the new history.
+
+        `history` (at most `max_left` steps, B, C) holds the inputs that windows can still reach:
+        constant memory, however long the sequence gets. Only for a causal module.
+        """
+        if self.max_right:
+            raise ValueError(f"step: expected a causal module, got max_right = {self.max_right}")
+        offset_left, _ = self.predict_offsets(x)
+        past = 0 if history is None else history.shape[0]
+        rows = x if history is None else torch.cat([history, x])
+        out = self._sum(rows, F.pad(offset_left, (0, 0, 0, 0, past, 0)), None)[past:]
+        # Dropout in training mode scales offsets above 1.
+        reach = math.ceil(self.max_left / (1 - self.offset_dropout * self.training))
+        return out, rows[max(rows.shape[0] - reach, 0) :]
+
+    def _sum(self, x, offset_left, offset_right):
+        out = talk_conv(x, offset_left, offset_right, self.max_left, self.max_right)
+        return out if self.normalize else out * (self.max_left + self.max_right + 1)
+
+
+class TaLKConvUnit(nn.Module):
+    """The sub-block of figure 2 of the paper, called as fairseq calls a self-attention.
+
+    ``Linear(C, 2C) -> GLU -> zero the padding -> TaLKConv -> Linear(C, C)``; without GLU the
+    first is ``Linear(C, C)``. Decoders keep their history in `incremental_state`.
+
+    Args:
+        channels, heads, max_left, max_right, offset_dropout, normalize: as :class:`TaLKConv`.
+        glu: gate the first projection.
+        input_dropout: probability of dropping an element of the unit's input.
+    """
+
+    def __init__(
+        self,
+        channels,
+        heads,
+        max_left,
+        max_right=0,
+        *,
+        glu=True,
+        input_dropout=0.0,
+        offset_dropout=0.0,
+        normalize=True,
+    ):
+        super().__init__()
+        self.glu, self.input_dropout = glu, input_dropout
+        self.linear1 = nn.Linear(channels, 2 * channels if glu else channels)
+        self.conv = TaLKConv(channels, heads, max_left, max_right, offset_dropout, normalize)
+        self.linear2 = nn.Linear(channels, channels)
+        for linear in (self.linear1, self.linear2):
+            nn.init.xavier_uniform_(linear.weight)
+            nn.init.zeros_(linear.bias)
+        # fairseq's decoder layers read these of their attention.
+        self.num_heads, self.head_dim = heads, channels // heads
+
+    def forward(
+        self,
+        query,
+        key=None,
+        value=None,
+        key_padding_mask=None,
+        incremental_state=None,
+        need_weights=False,
+        attn_mask=None,
+    ):
+        """query (T, B, C), key_padding_mask (B, T) -> ``(out (T, B, C), None)``.
+
+        `key` and `value` are taken to be `query`; there are no weights to return.
+        """
+        if attn_mask is not None:
+            raise ValueError("attn_mask: expected None, a window is no mask; got a tensor")
+        x = F.dropout(query, self.input_dropout, self.training)
+        x = self.linear1(x)
+        if self.glu:
+            x = F.glu(x, dim=-1)
+        if key_padding_mask is not None:
+            x = x.masked_fill(key_padding_mask.t().unsqueeze(-1), 0)
+        if incremental_state is None:
+            x = self.conv(x)
+        else:
+            history = self._get_input_buffer(incremental_state).get("history")
+            x, history = self.conv.step(x, history)
+            self._set_input_buffer(incremental_state, {"history": history})
+        return self.linear2(x), None
+
+    def _key(self):
+        return f"TaLKConvUnit.{id(self)}"
+
+    def _get_input_buffer(self, incremental_state):
+        return (incremental_state or {}).get(self._key(), {})
+
+    def _set_input_buffer(self, incremental_state, buffer):
+        incremental_state[self._key()] = buffer
+
+    def reorder_incremental_state(self, incremental_state, new_order):
+        """Follow a beam search that keeps, drops or repeats rows of the batch."""
+        history = self._get_input_buffer(incremental_state).get("history")
+        if history is not None:
+            buffer = {"history": history.index_select(1, new_order)}
+            self._set_input_buffer(incremental_state, buffer)

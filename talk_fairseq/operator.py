@@ -1,0 +1,190 @@
+"""The public operator: validation, choice of a backend, and registration with PyTorch."""
+
+import os
+
+import torch
+
+from talk_fairseq import cpu_backend, cuda_backend
+from talk_fairseq.reference import talk_conv_reference
+
+_BACKENDS = {"cpu": cpu_backend, "cuda": cuda_backend}
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def talk_conv(x, offset_left, offset_right, max_left, max_right):
+    """Time-aware large-kernel convolution: an adaptive, normalised window sum at each time step.
+
+    For each time t, batch b and head h, with reaches ``u_l = offset_left[t, b, h] * max_left``
+    and ``u_r = offset_right[t, b, h] * max_right`` in tokens (section 3 of the paper)::
+
+        out[t] = sum of x over [t - u_l, t + u_r] / (max_left + max_right + 1)
+
+    where a token that an end cuts counts by the part inside, and ends stop at the sequence's.
+    Time and memory are linear in T and do not depend on the windows.
+
+    Args:
+        x: (T, B, C) in float64, float32, float16 or bfloat16; any strides.
+        offset_left: (T, B, H) relative reach to the left, finite and >= 0 (above 1 is fine).
+            The C / H channels of a head share it. Any of the four dtypes; float32 beside a
+            half `x` keeps the positions exact.
+        offset_right: likewise to the right, or None for the causal form.
+        max_left: int >= 0, tokens that an offset of 1 reaches to the left.
+        max_right: likewise to the right; 0 in the causal form.
+
+    Returns:
+        (T, B, C) in x's dtype; differentiable in x and both offsets. Halves are computed in
+        float32 or better and rounded once. A negative or NaN offset gives NaN.
+
+    Raises:
+        TypeError: an argument is not a tensor (or an int) of an expected dtype.
+        ValueError: shapes or devices do not match, H does not divide C, a window is negative,
+            or ``TALK_CONV_BACKEND`` (reference, cpu, cuda) names a backend that cannot take `x`.
+
+    Equivalent to::
+
+        weight = (t - j).clamp... a (T, T) matrix for each head, which is never built;
+        see talk_conv_reference, the same thing in a few lines of PyTorch.
+    """
+    _validate(x, offset_left, offset_right, max_left, max_right)
+    if _backend(x) == "reference":
+        return talk_conv_reference(x, offset_left, offset_right, max_left, max_right)
+    rows, offset_left, offset_right = _kernel_dtypes(x, offset_left, offset_right)
+    out = torch.ops.talk_conv.forward(rows, offset_left, offset_right, max_left, max_right)
+    return out if out.dtype == x.dtype else out.to(x.dtype)
+
+
+def _validate(x, offset_left, offset_right, max_left, max_right):
+    for name, tensor in (("x", x), ("offset_left", offset_left), ("offset_right", offset_right)):
+        if tensor is None and name == "offset_right":
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(
+                f"{name}: expected float64, float32, float16 or bfloat16, got {tensor.dtype}"
+            )
+        if tensor.dim() != 3:
+            layout = "(T, B, C)" if name == "x" else "(T, B, H)"
+            raise ValueError(f"{name}: expected shape {layout}, got {tuple(tensor.shape)}")
+        if tensor.device != x.device:
+            raise ValueError(f"{name}: expected device {x.device} as of x, got {tensor.device}")
+    for name, size in (("max_left", max_left), ("max_right", max_right)):
+        if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool):
+            raise TypeError(f"{name}: expected an int, got {type(size).__name__} {size!r}")
+        if size < 0:
+            raise ValueError(f"{name}: expected a window of at least 0 tokens, got {size}")
+    T, B, C = x.shape
+    H = offset_left.shape[2]
+    if offset_left.shape[:2] != x.shape[:2]:
+        raise ValueError(
+            f"offset_left: expected shape ({T}, {B}, H) as of x {tuple(x.shape)}, "
+            f"got {tuple(offset_left.shape)}"
+        )
+    if H == 0 or C % H:
+        raise ValueError(f"offset_left: expected a number of heads that divides C = {C}, got {H}")
+    if offset_right is None:
+        if max_right:
+            raise ValueError(f"max_right: expected 0 without offset_right, got {max_right}")
+    elif offset_right.shape != offset_left.shape:
+        raise ValueError(
+            f"offset_right: expected shape {tuple(offset_left.shape)} as of offset_left, "
+            f"got {tuple(offset_right.shape)}"
+        )
+
+
+def _backend(x):
+    """The backend's name for `x`: by its device, unless TALK_CONV_BACKEND forces one."""
+    forced = os.environ.get("TALK_CONV_BACKEND")
+    device = x.device.type
+    if forced is None:
+        return device if device in _BACKENDS else "reference"
+    if forced not in ("reference", *_BACKENDS):
+        raise ValueError(f"TALK_CONV_BACKEND: expected reference, cpu or cuda, got {forced!r}")
+    if forced != "reference" and forced != device:
+        raise ValueError(f"TALK_CONV_BACKEND={forced}: expected x on that device, got {x.device}")
+    return forced
+
+
+def _kernel_dtypes(x, offset_left, offset_right):
+    """Bring mixed dtypes to what kernels take: offsets in x's dtype, or in float32 beside halves."""
+    offsets = [o for o in (offset_left, offset_right) if o is not None]
+    dtypes = {o.dtype for o in offsets}
+    if x.dtype == torch.float64 or torch.float64 in dtypes:
+        x, dtype = x.double(), torch.float64
+    elif dtypes == {x.dtype}:
+        return x, offset_left, offset_right
+    else:
+        dtype = torch.float32
+    return x, offset_left.to(dtype), None if offset_right is None else offset_right.to(dtype)
+
+
+@torch.library.custom_op("talk_conv::forward", mutates_args=())
+def _forward(
+    x: torch.Tensor,
+    offset_left: torch.Tensor,
+    offset_right: torch.Tensor | None,
+    max_left: int,
+    max_right: int,
+) -> torch.Tensor:
+    if x.numel() == 0:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return _BACKENDS[x.device.type].forward(
+        *_contiguous(x, offset_left, offset_right), max_left, max_right
+    )
+
+
+@_forward.register_fake
+def _(x, offset_left, offset_right, max_left, max_right):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@torch.library.custom_op("talk_conv::backward", mutates_args=())
+def _backward(
+    dout: torch.Tensor,
+    x: torch.Tensor,
+    offset_left: torch.Tensor,
+    offset_right: torch.Tensor | None,
+    max_left: int,
+    max_right: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dx, d_offset_left and d_offset_right, which is of size 0 in the causal form."""
+    if x.numel() == 0:
+        dx, d_left, d_right = map(_empty_like, (x, offset_left, offset_right))
+        d_left.zero_()
+        d_right = None if offset_right is None else d_right.zero_()
+    else:
+        dx, d_left, d_right = _BACKENDS[x.device.type].backward(
+            *_contiguous(dout, x, offset_left, offset_right), max_left, max_right
+        )
+    return dx, d_left, x.new_empty(0) if d_right is None else d_right
+
+
+@_backward.register_fake
+def _(dout, x, offset_left, offset_right, max_left, max_right):
+    d_right = x.new_empty(0) if offset_right is None else _empty_like(offset_right)
+    return _empty_like(x), _empty_like(offset_left), d_right
+
+
+def _empty_like(tensor):
+    """Contiguous, whatever the strides of `tensor`, as the backends return it."""
+    return None if tensor is None else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _contiguous(*tensors):
+    return (None if tensor is None else tensor.contiguous() for tensor in tensors)
+
+
+def _setup_context(ctx, inputs, output):
+    x, offset_left, offset_right, ctx.max_left, ctx.max_right = inputs
+    ctx.save_for_backward(x, offset_left, offset_right)
+
+
+def _autograd(ctx, dout):
+    x, offset_left, offset_right = ctx.saved_tensors
+    dx, d_left, d_right = torch.ops.talk_conv.backward(
+        dout, x, offset_left, offset_right, ctx.max_left, ctx.max_right
+    )
+    return dx, d_left, None if offset_right is None else d_right, None, None
+
+
+_forward.register_autograd(_autograd, setup_context=_setup_context)
