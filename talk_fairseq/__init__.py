@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 if importlib.util.find_spec("fairseq") is not None:
     try:
         import fairseq  # noqa: F401
-    except Exception as error:
+    except Exception as error:  # whatever a broken installation raises
         import warnings
 
         warnings.warn(

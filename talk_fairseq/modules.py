@@ -30,9 +30,7 @@ class TaLKConv(nn.Module):
         ValueError: H does not divide C, a window is negative, or a probability outside [0, 1).
     """
 
-    def __init__(
-        self, channels, heads, max_left, max_right=0, offset_dropout=0.0, normalize=True
-    ):
+    def __init__(self, channels, heads, max_left, max_right=0, offset_dropout=0.0, normalize=True):
         super().__init__()
         if heads < 1 or channels % heads:
             raise ValueError(f"heads: expected a divisor of channels = {channels}, got {heads}")

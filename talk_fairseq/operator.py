@@ -167,7 +167,9 @@ def _(dout, x, offset_left, offset_right, max_left, max_right):
 
 def _empty_like(tensor):
     """Contiguous, whatever the strides of `tensor`, as the backends return it."""
-    return None if tensor is None else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return (
+        None if tensor is None else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    )
 
 
 def _contiguous(*tensors):

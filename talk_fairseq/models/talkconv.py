@@ -137,7 +137,9 @@ def nested_config(cfg, config):
         given = {name: value for name, value in cfg.items() if name not in ("_name", "arch")}
         for name in given:
             if name not in known:
-                raise ValueError(f"model.{name}: expected an option of the model, got an unknown one")
+                raise ValueError(
+                    f"model.{name}: expected an option of the model, got an unknown one"
+                )
     flat = OmegaConf.merge(OmegaConf.structured(config), given)
 
     # fairseq's default for a sub-config is its class, which all configs would share.
@@ -274,9 +276,7 @@ class TaLKConvModel(TransformerModelBase):
 
     @classmethod
     def build_decoder(cls, cfg, tgt_dict, embed_tokens):
-        return TaLKConvDecoder(
-            cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention
-        )
+        return TaLKConvDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
 
 
 # --- The paper's models (appendix A); all of them post-norm, with Swish ---

@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Makes .venv in the project's root with everything that setup.cfg asks for, at the versions of
+# constraints.txt. Quick when nothing changed. scripts/quickstart.sh and scripts/test.sh call it.
+set -euo pipefail
+
+usage() {
+    cat <<'USAGE'
+usage: scripts/setup.sh [cuda12|cuda13]
+
+  cuda12, cuda13   also install CuPy for that CUDA version, and PyTorch built for it
+
+The Python is $PYTHON, or the first of python3.11, python3.12, python3 that is 3.11 or 3.12.
+USAGE
+}
+
+fail() {
+    echo "setup.sh: $*" >&2
+    exit 1
+}
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+extras=fairseq,test
+case "${1-}" in
+    "") ;;
+    cuda12 | cuda13) extras+=",$1" ;;
+    -h | --help) usage && exit 0 ;;
+    *) usage >&2 && exit 2 ;;
+esac
+
+supported='import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))'
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3.11 python3.12 python3}; do
+        if "$candidate" -c "$supported" >/dev/null 2>&1; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    fail "expected Python 3.11 or 3.12, found only $("${PYTHON:-python3}" --version 2>&1 | tail -1);" \
+        "name another as PYTHON=/path/to/python"
+}
+
+# What was installed, from what: the same answer again means that there is nothing to do.
+stamp=.venv/installed
+if [[ -z "${1-}" && -f "$stamp" ]]; then
+    extras=$(head -1 "$stamp") # keep a CuPy that an earlier call asked for
+fi
+wanted="$extras
+$(cat setup.cfg pyproject.toml constraints.txt | cksum)"
+if [[ -f "$stamp" && "$(cat "$stamp")" == "$wanted" ]] && .venv/bin/python -c "$supported"; then
+    exit 0
+fi
+
+python=$(find_python)
+if ! .venv/bin/python -c "$supported" >/dev/null 2>&1; then
+    rm -rf .venv
+    "$python" -m venv .venv || fail "could not make .venv with $python; on Debian: apt install python3-venv"
+fi
+rm -f "$stamp"
+echo "setup.sh: installing into .venv (a few minutes the first time)" >&2
+pip() {
+    .venv/bin/python -m pip --quiet --disable-pip-version-check "$@"
+}
+# This distribution names no author: only the two wheels whose code was read may come in.
+pip install --no-deps --require-hashes --requirement /dev/stdin <<'WHEELS'
+ve-fairseq==0.12.3; sys_platform == "linux" and platform_machine == "x86_64" \
+    --hash=sha256:5e84da7a92db08aae7f9cc3d155d4574d915fe1959dc1e041d514b6ef7bc000a \
+    --hash=sha256:9ba18767af12978b4700ac7d9914e6abfe365a50ce17faa6a79e8f07f4129be5
+WHEELS
+pip install --constraint constraints.txt --editable ".[$extras]"
+pip check ||
+    fail ".venv holds packages that do not fit together; remove .venv and run this again"
+printf '%s\n' "$wanted" >"$stamp"
+echo "setup.sh: ready" >&2
