@@ -150,9 +150,9 @@ _jit = njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz"}, err
 def _forward_kernel(
     x, u_left, u_right, reach_left, reach_right, scale, out, chunk, group, ring, first, tasks, step
 ):
-    """out[t] = (P(t + 1 + u_r) - P(t - u_l)) * scale; `ring` holds rows of P[k] = x[0] + ... + x[k-1].
+    """out[t] = (P(t + 1 + u_r) - P(t - u_l)) * scale, with P[k] = x[0] + ... + x[k - 1].
 
-    At time t the ring holds P[t - reach_left] to P[t + 1 + reach_right].
+    At time t the ring holds the rows P[t - reach_left] to P[t + 1 + reach_right].
     """
     T, B, H, R = x.shape
     groups = -(-H // group)

@@ -1,4 +1,4 @@
-"""PyTorch modules around the operator: TaLKConv, and the unit that stands where self-attention stood.
+"""PyTorch modules around the operator: TaLKConv, and the unit that replaces self-attention.
 
 They know nothing of fairseq beyond the call that its Transformer layers make.
 """

@@ -106,7 +106,7 @@ def _backend(x):
 
 
 def _kernel_dtypes(x, offset_left, offset_right):
-    """Bring mixed dtypes to what kernels take: offsets in x's dtype, or in float32 beside halves."""
+    """Bring mixed dtypes to what kernels take: offsets in x's dtype, or float32 beside halves."""
     offsets = [o for o in (offset_left, offset_right) if o is not None]
     dtypes = {o.dtype for o in offsets}
     if x.dtype == torch.float64 or torch.float64 in dtypes:

@@ -109,7 +109,7 @@ def add_flags(parser, config):
 
 
 def register_archs(model, archs):
-    """Register each arch of ``{name: {option: value}}``: defaults that flags and YAML keys override."""
+    """Register each arch of ``{name: {option: value}}``; flags and YAML keys override it."""
 
     def with_defaults(values):
         def set_defaults(cfg):
@@ -125,7 +125,7 @@ def register_archs(model, archs):
 
 
 def nested_config(cfg, config):
-    """fairseq's nested TransformerConfig, with our options, of flat `cfg` (a DictConfig or Namespace).
+    """fairseq's nested TransformerConfig, with our options, of a flat DictConfig or Namespace.
 
     Raises ValueError for an option that does not exist or does not fit.
     """
