@@ -1,3 +1,10 @@
+import gzip
+import os
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -25,3 +32,57 @@ def poisoned_memory(monkeypatch):
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
+
+
+ROOT = Path(__file__).resolve().parents[1]
+PLUGIN = ROOT / "talk_fairseq"
+SMALL = (  # a model that trains in seconds, with odd windows
+    "--arch talkconv --encoder-layers 2 --decoder-layers 2 --encoder-max-left 3,9 "
+    "--encoder-max-right 5,2 --decoder-max-left 3x2 --encoder-embed-dim 32 --decoder-embed-dim 32 "
+    "--encoder-ffn-embed-dim 64 --decoder-ffn-embed-dim 64 --encoder-attention-heads 4 "
+    "--decoder-attention-heads 4 --share-all-embeddings"
+).split()
+
+
+def fairseq(command, *arguments, plugin=PLUGIN, env=None, check=True, **options):
+    """Run ``fairseq-<command>`` with the plugin in its own process; returns what it printed."""
+    name = Path(sys.executable).parent / f"fairseq-{command}"
+    user_dir = [] if command in ("preprocess", "hydra-train") else ["--user-dir", plugin]
+    done = subprocess.run(
+        [name, *map(str, (*arguments, *user_dir))],
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        **options,
+    )
+    if check:
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A binarised corpus of verses: 200 to train on, 50 valid and 43 test, short and long."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for split, lines in (("train", 200), ("valid", 50), ("test", 43)):
+        for language in ("es", "en"):
+            with gzip.open(ROOT / f"data/bible-es-en/{split}.{language}.gz", "rt") as text:
+                (folder / f"{split}.{language}").write_text("".join(islice(text, lines)))
+    fairseq(
+        "preprocess", "--source-lang", "es", "--target-lang", "en", "--joined-dictionary",
+        "--trainpref", folder / "train", "--validpref", folder / "valid", "--testpref",
+        folder / "test", "--destdir", folder / "bin", "--nwordssrc", 800,
+    )  # fmt: skip
+    return folder / "bin"
+
+
+@pytest.fixture(scope="session")
+def trained(corpus, tmp_path_factory):
+    """The checkpoint of a small model after two dozen updates."""
+    folder = tmp_path_factory.mktemp("trained")
+    fairseq(
+        "train", corpus, *SMALL, "--optimizer", "adam", "--lr", 0.01, "--max-tokens", 2000,
+        "--max-update", 24, "--save-dir", folder, "--no-epoch-checkpoints", "--log-format", "none",
+    )  # fmt: skip
+    return folder / "checkpoint_last.pt"

@@ -1,0 +1,122 @@
+"""TaLKConv and TaLKConvUnit: offsets, padding, and steps that equal a full pass."""
+
+import oracle
+import pytest
+import torch
+
+from talk_fairseq import TaLKConv, TaLKConvUnit
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def test_is_the_operator_on_its_own_offsets():
+    conv = TaLKConv(12, 3, 5, 2).eval()
+    x = torch.randn(20, 2, 12)
+    logits = torch.nn.functional.linear(x, conv.offsets.weight, conv.offsets.bias)
+    left, right = torch.sigmoid(logits).split(3, dim=-1)
+    expected = oracle.talk_conv(x, left, right, 5, 2)
+    assert oracle.worst_error(conv(x), expected) <= oracle.TOLERANCE[torch.float32]
+
+
+def test_without_normalisation_it_is_the_plain_sum():
+    conv = TaLKConv(8, 2, 5, 2).eval()
+    x = torch.randn(20, 2, 8)
+    normalised = conv(x)
+    conv.normalize = False
+    assert torch.allclose(conv(x), normalised * 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_modules_keep_offsets_in_float32(dtype):
+    conv = TaLKConv(8, 2, 5, 2).to(dtype)
+    offset_left, offset_right = conv.predict_offsets(torch.randn(4, 1, 8, dtype=dtype))
+    assert offset_left.dtype == offset_right.dtype == torch.float32
+    assert conv(torch.randn(4, 1, 8, dtype=dtype)).dtype == dtype
+
+
+def test_autocast():
+    conv = TaLKConv(8, 2, 5, 2)
+    x = torch.randn(6, 2, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert conv.predict_offsets(x)[0].dtype == torch.float32
+        assert conv(x).dtype == x.dtype
+
+
+def test_offset_dropout_only_in_training():
+    conv = TaLKConv(8, 2, 5, 0, offset_dropout=0.5)
+    x = torch.randn(100, 4, 8)
+    dropped, _ = conv.predict_offsets(x)
+    assert 0.4 < (dropped == 0).float().mean() < 0.6
+    kept, _ = conv.eval().predict_offsets(x)
+    assert torch.allclose(dropped[dropped > 0], 2 * kept[dropped > 0])
+
+
+@pytest.mark.parametrize("glu", [True, False])
+@pytest.mark.parametrize("max_right", [0, 4])
+def test_padding_changes_nothing(glu, max_right):
+    unit = TaLKConvUnit(8, 2, 5, max_right, glu=glu).eval()
+    x = torch.randn(9, 1, 8)
+    alone, weights = unit(x)
+    assert weights is None
+    noise = torch.full((3, 1, 8), 1e4)
+    right = torch.tensor([[False] * 9 + [True] * 3])
+    padded, _ = unit(torch.cat([x, noise]), key_padding_mask=right)
+    assert torch.allclose(padded[:9], alone, atol=1e-6)
+    padded, _ = unit(torch.cat([noise, x]), key_padding_mask=right.flip(1))
+    assert torch.allclose(padded[3:], alone, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunks", [[1] * 30, [30], [4, 1, 1, 17, 7], [29, 1]], ids=str)
+@pytest.mark.parametrize("max_left", [0, 1, 7, 100])
+def test_steps_equal_a_full_pass(max_left, chunks):
+    unit = TaLKConvUnit(8, 2, max_left).eval()
+    x = torch.randn(30, 3, 8)
+    expected, _ = unit(x)
+    state, outs = {}, []
+    for part in x.split(chunks):
+        outs.append(unit(part, incremental_state=state)[0])
+        (buffer,) = state.values()
+        assert len(buffer["history"]) <= max_left
+    assert torch.allclose(torch.cat(outs), expected, rtol=0, atol=1e-5)
+
+
+def test_state_follows_a_beam_search():
+    unit = TaLKConvUnit(8, 2, 6).eval()
+    x = torch.randn(12, 3, 8)
+    order = torch.tensor([2, 0, 0, 1])
+    state = {}
+    unit(x[:7], incremental_state=state)
+    unit.reorder_incremental_state(state, order)
+    rest, _ = unit(x[7:, order], incremental_state=state)
+    expected, _ = unit(x[:, order])
+    assert torch.allclose(rest, expected[7:], rtol=0, atol=1e-5)
+
+
+def test_units_of_one_decoder_keep_their_own_state():
+    first, second = TaLKConvUnit(8, 2, 6).eval(), TaLKConvUnit(8, 2, 3).eval()
+    x, state = torch.randn(5, 1, 8), {}
+    for unit in (first, second):
+        unit(x, incremental_state=state)
+    assert len(state) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((10, 3, 1), "heads: expected a divisor of channels = 10, got 3"),
+        ((10, 0, 1), "heads: expected a divisor of channels = 10, got 0"),
+        ((10, 2, -1), "windows: expected at least 0 tokens, got -1, 0"),
+        ((10, 2, 1, 1, 1.0), "offset_dropout: expected 0 <= p < 1, got 1.0"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        TaLKConv(*arguments)
+
+
+def test_a_two_sided_module_cannot_step():
+    with pytest.raises(ValueError, match="expected a causal module, got max_right = 2"):
+        TaLKConv(8, 2, 3, 2).step(torch.randn(1, 1, 8))

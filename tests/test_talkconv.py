@@ -1,0 +1,430 @@
+"""The encoder-decoder as a fairseq user meets it: archs, flags, YAML, training, generation."""
+
+import re
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import PLUGIN, ROOT, SMALL, fairseq
+
+pytest.importorskip("fairseq")
+
+from fairseq import checkpoint_utils, options
+from fairseq.data import Dictionary
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import build_model
+from fairseq.models.transformer import TransformerConfig
+from omegaconf import OmegaConf
+
+from talk_fairseq.models.talkconv import TaLKConvConfig, nested_config, window_list
+
+
+def dictionary(size):
+    words = Dictionary()
+    for index in range(size - len(words)):
+        words.add_symbol(f"w{index}")
+    return words
+
+
+def task(source_words=20, target_words=None):
+    """What a model reads of its task; one joint dictionary unless `target_words` is given."""
+    source = dictionary(source_words)
+    target = dictionary(target_words) if target_words else source
+    return SimpleNamespace(source_dictionary=source, target_dictionary=target)
+
+
+def from_flags(*flags):
+    parser = options.get_training_parser()
+    return convert_namespace_to_omegaconf(
+        options.parse_args_and_arch(parser, ["data", *flags])
+    ).model
+
+
+def from_yaml(text):
+    return OmegaConf.create(textwrap.dedent(text))
+
+
+def build(cfg, *words):
+    with torch.device("meta"):
+        return build_model(cfg, task(*words))
+
+
+def units(model, side):
+    return [layer.self_attn for layer in getattr(model, side).layers]
+
+
+# --- The paper's archs ---
+
+# The arch's windows, sizes and dropouts; then its parameters in millions, for which vocabularies.
+ARCHS = {
+    "talkconv_iwslt_de_en": dict(
+        left=[1, 3, 7, 15, 15, 15, 15], decoder=[1, 3, 7, 15, 15, 15],
+        sizes=(512, 1024, 4), glu=False, dropouts=(0.3, 0.1, 0.1, 0.0), million=38.2,
+        words=(8848, 6632), flags=[],
+    ),
+    "talkconv_wmt_en_de_big": dict(
+        left=[3, 7, 15, 31, 31, 31, 31], decoder=[3, 7, 15, 31, 31, 31],
+        sizes=(1024, 4096, 16), glu=True, dropouts=(0.3, 0.1, 0.1, 0.1), million=209.19,
+        words=(32768,), flags=["--share-all-embeddings"],
+    ),
+    "talkconv_wmt_en_fr_big": dict(
+        left=[3, 7, 15, 31, 31, 31, 31], decoder=[3, 7, 15, 31, 31, 31],
+        sizes=(1024, 4096, 16), glu=True, dropouts=(0.1, 0.1, 0.1, 0.1), million=None,
+        words=(40000,), flags=["--share-all-embeddings"],
+    ),
+    "talkconv_cnndm_std": dict(
+        left=[3, 7, 15, 31, 31, 31, 31], decoder=[3, 7, 15, 31, 31, 31],
+        sizes=(512, 2048, 8), glu=True, dropouts=(0.3, 0.1, 0.1, 0.1), million=59.32,
+        words=(30000,), flags=["--share-all-embeddings"],
+    ),
+    "talkconv_cnndm_deep": dict(
+        left=[3, 7, 15] + [31] * 7, decoder=[3, 7] + [31] * 8,
+        sizes=(512, 2048, 8), glu=True, dropouts=(0.3, 0.1, 0.1, 0.1), million=83.79,
+        words=(30000,), flags=["--share-all-embeddings"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["flags", "yaml"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_archs(arch, source):
+    want = ARCHS[arch]
+    if source == "flags":
+        cfg = from_flags("--arch", arch, *want["flags"])
+    else:
+        shared = "share_all_embeddings: true" if want["flags"] else ""
+        cfg = from_yaml(f"_name: {arch}\n{shared}")
+    model = build(cfg, *want["words"])
+    assert [unit.conv.max_left for unit in units(model, "encoder")] == want["left"]
+    assert [unit.conv.max_right for unit in units(model, "encoder")] == want["left"]
+    assert [unit.conv.max_left for unit in units(model, "decoder")] == want["decoder"]
+    assert not any(unit.conv.max_right for unit in units(model, "decoder"))
+    for layer in (*model.encoder.layers, *model.decoder.layers):
+        unit = layer.self_attn
+        assert (layer.embed_dim, layer.fc1.out_features, unit.conv.heads) == want["sizes"]
+        assert unit.glu == want["glu"] and unit.conv.normalize
+        assert not layer.normalize_before and layer.activation_fn is torch.nn.functional.silu
+        dropout, attention, offset, input_ = want["dropouts"]
+        assert layer.dropout_module.p == dropout
+        assert unit.conv.offset_dropout == offset and unit.input_dropout == input_
+    assert all(layer.encoder_attn.dropout_module.p == attention for layer in model.decoder.layers)
+    if want["million"]:
+        million = sum(p.numel() for p in model.parameters()) / 1e6
+        assert million == pytest.approx(want["million"], rel=0.01)
+
+
+def test_iwslt_with_glu_has_the_papers_42_million():
+    cfg = from_flags("--arch", "talkconv_iwslt_de_en", "--encoder-glu", "--decoder-glu")
+    million = sum(p.numel() for p in build(cfg, 8848, 6632).parameters()) / 1e6
+    assert million == pytest.approx(41.6, rel=0.01)
+
+
+# --- Every hyperparameter of the paper is a flag and a key ---
+
+FLAGS = (
+    "--arch talkconv --encoder-layers 3 --decoder-layers 2 --encoder-embed-dim 24 "
+    "--decoder-embed-dim 24 --encoder-attention-heads 3 --decoder-attention-heads 2 "
+    "--encoder-talk-heads 24 --decoder-talk-heads 4 --encoder-max-left 1,9x2 "
+    "--encoder-max-right 2,4,8 --decoder-max-left 3,5 --no-encoder-glu --no-talk-normalize "
+    "--offset-dropout 0.25 --input-dropout 0.15 --activation-fn relu --encoder-normalize-before"
+).split()
+YAML = """
+    _name: talkconv
+    encoder_layers: 3
+    decoder_layers: 2
+    encoder_embed_dim: 24
+    decoder_embed_dim: 24
+    encoder_attention_heads: 3
+    decoder_attention_heads: 2
+    encoder_talk_heads: 24
+    decoder_talk_heads: 4
+    encoder_max_left: "1,9x2"
+    encoder_max_right: [2, 4, 8]
+    decoder_max_left: [3, 5]
+    encoder_glu: false
+    talk_normalize: false
+    offset_dropout: 0.25
+    input_dropout: 0.15
+    activation_fn: relu
+    encoder_normalize_before: true
+"""
+
+
+@pytest.mark.parametrize("source", ["flags", "yaml"])
+def test_every_hyperparameter(source):
+    model = build(from_flags(*FLAGS) if source == "flags" else from_yaml(YAML))
+    encoder, decoder = units(model, "encoder"), units(model, "decoder")
+    assert [(u.conv.max_left, u.conv.max_right) for u in encoder] == [(1, 2), (9, 4), (9, 8)]
+    assert [(u.conv.max_left, u.conv.max_right) for u in decoder] == [(3, 0), (5, 0)]
+    assert {u.conv.heads for u in encoder} == {24} and {u.conv.heads for u in decoder} == {4}
+    assert model.decoder.layers[0].encoder_attn.num_heads == 2
+    assert not any(u.glu for u in encoder) and all(u.glu for u in decoder)
+    for unit in encoder + decoder:
+        assert not unit.conv.normalize
+        assert (unit.conv.offset_dropout, unit.input_dropout) == (0.25, 0.15)
+    assert model.encoder.layers[0].activation_fn is torch.nn.functional.relu
+    assert model.encoder.layers[0].normalize_before and model.encoder.layer_norm is not None
+    assert not model.decoder.layers[0].normalize_before
+
+
+def test_configs_do_not_share_their_parts():
+    first = nested_config(from_yaml("encoder_layers: 7"), TaLKConvConfig)
+    first.encoder.layers = 99
+    assert nested_config(from_yaml("dropout: 0.5"), TaLKConvConfig).encoder.layers == 7
+    assert TransformerConfig().encoder.layers == 6
+
+
+@pytest.mark.parametrize(
+    "text, layers, expected",
+    [("3", 1, [3]), ("3,7,31x2", 4, [3, 7, 31, 31]), ([1, 2], 2, [1, 2]), (5, 1, [5])],
+)
+def test_window_list(text, layers, expected):
+    assert window_list("windows", text, layers) == expected
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--encoder-max-left 3,7", "encoder_max_left: expected 7 windows, one a layer, got 2"),
+        ("--encoder-max-right 3x9", "encoder_max_right: expected 7 windows, one a layer, got 9"),
+        ("--decoder-max-left 3,a", "decoder_max_left: expected windows such as '3,7,31x2'"),
+        ("--decoder-max-left=-1x6", "decoder_max_left: expected windows of at least 0"),
+        ("--encoder-talk-heads 7", "heads: expected a divisor of channels = 512, got 7"),
+        ("--offset-dropout 1.5", "offset_dropout: expected 0 <= p < 1, got 1.5"),
+        ("--cross-self-attention", "cross_self_attention: .* expected False"),
+    ],
+)
+def test_bad_flags(flags, message):
+    with pytest.raises(ValueError, match=message):
+        build(from_flags("--arch", "talkconv", *flags.split()))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("_name: talkconv_cnndm_std\nencoder_max_lefft: 3", "model.encoder_max_lefft"),
+        ("_name: talkconv\nencoder_max_lefft: 3", "encoder_max_lefft"),
+        ("_name: talkconv\nencoder_layers: many", "encoder_layers"),
+        ("_name: talkconv_cnndm_std\nencoder_layers: many", "encoder_layers"),
+    ],
+)
+def test_bad_yaml(text, message):
+    with pytest.raises(Exception, match=message):
+        build(from_yaml(text))
+
+
+# --- The model ---
+
+
+@pytest.fixture(scope="module")
+def model(trained):
+    models, _, _ = checkpoint_utils.load_model_ensemble_and_task([str(trained)])
+    return models[0].eval()
+
+
+def test_no_future_mask(model):
+    assert model.decoder.buffered_future_mask(torch.zeros(9, 1, 4)) is None
+
+
+def test_decoder_is_causal(model):
+    source, target = torch.randint(4, 99, (2, 11)), torch.randint(4, 99, (2, 30))
+    lengths = torch.tensor([11, 11])
+    logits, _ = model(source, lengths, target)
+    changed = target.clone()
+    changed[:, 17:] = 5
+    assert torch.allclose(model(source, lengths, changed)[0][:, :17], logits[:, :17], atol=1e-6)
+    assert not torch.allclose(model(source, lengths, changed)[0][:, 17:], logits[:, 17:], atol=1e-3)
+
+
+def test_incremental_decoding_equals_a_full_pass(model):
+    source, target = torch.randint(4, 99, (3, 11)), torch.randint(4, 99, (3, 40))
+    encoder_out = model.encoder(source, torch.tensor([11] * 3))
+    expected, _ = model.decoder(target, encoder_out=encoder_out)
+    state = {}
+    for step in range(40):
+        logits, _ = model.decoder(
+            target[:, : step + 1], encoder_out=encoder_out, incremental_state=state
+        )
+        assert torch.allclose(logits[:, -1], expected[:, step], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--checkpoint-activations",
+        "--encoder-layerdrop 0.5",
+        "--quant-noise-pq 0.1 --quant-noise-pq-block-size 4",
+    ],
+)
+def test_what_fairseq_gives_still_works(flags):
+    model = build_model(from_flags(*SMALL, *flags.split()), task(50)).train()
+    source = torch.randint(4, 50, (2, 9))
+    logits, _ = model(source, torch.tensor([9, 9]), source)
+    logits.sum().backward()
+    assert model.encoder.embed_tokens.weight.grad.abs().sum() > 0
+
+
+# --- Through the command line ---
+
+
+def hypotheses(printed):
+    """{sentence: (score, text)} of what fairseq-generate printed."""
+    lines = re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", printed, re.M)
+    return {int(sentence): (float(score), text) for sentence, score, text in lines}
+
+
+def generate(corpus, path, *flags):
+    return hypotheses(fairseq("generate", corpus, "--path", path, "--max-len-b", 40, *flags))
+
+
+@pytest.mark.slow
+def test_batch_and_padding_change_nothing(corpus, trained):
+    """Alone, in a batch, and with padding on either side: the same hypotheses and scores."""
+    alone = generate(corpus, trained, "--batch-size", 1, "--beam", 3)
+    assert len(alone) == 43
+    for flags in (["--batch-size", 43], ["--batch-size", 7, "--left-pad-source"]):
+        batched = generate(corpus, trained, "--beam", 3, *flags)
+        assert batched.keys() == alone.keys()
+        for sentence, (score, text) in batched.items():
+            assert text == alone[sentence][1]
+            # printed to four digits; the scores themselves are compared below
+            assert score == pytest.approx(alone[sentence][0], abs=1.1e-4)
+
+
+def test_scores_to_1e_5_whatever_the_padding(model):
+    generator = torch.Generator().manual_seed(0)
+    pad, lengths = model.encoder.padding_idx, [3, 8, 15]
+    sentences = [torch.randint(4, 99, (n,), generator=generator) for n in lengths]
+    target = torch.randint(4, 99, (3, 12), generator=generator)
+
+    def log_probs(source, lengths, target):
+        return model.get_normalized_probs(model(source, lengths, target), log_probs=True)
+
+    for left in (False, True):
+        batch = torch.full((3, 20), pad)
+        for row, sentence in zip(batch, sentences):
+            row[slice(-len(sentence), None) if left else slice(len(sentence))] = sentence
+        together = log_probs(batch, torch.tensor(lengths), target)
+        for index, sentence in enumerate(sentences):
+            alone = log_probs(
+                sentence[None], torch.tensor([len(sentence)]), target[index : index + 1]
+            )
+            assert torch.allclose(together[index], alone[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--beam 4 --nbest 2",
+        "--sampling --sampling-topk 5 --beam 2",
+        "--prefix-size 3 --beam 2",
+        "--diverse-beam-groups 2 --beam 4",
+    ],
+)
+def test_generation_modes(corpus, trained, flags):
+    printed = fairseq("generate", corpus, "--path", trained, "--max-len-b", 30, *flags.split())
+    found = hypotheses(printed)
+    assert len(found) == 43
+    if "prefix" in flags:
+        targets = dict(re.findall(r"^T-(\d+)\t(.*)$", printed, re.M))
+        for sentence, (_, text) in found.items():
+            assert text.split()[:3] == targets[str(sentence)].split()[:3]
+
+
+@pytest.mark.slow
+def test_ensemble_of_a_model_with_itself_is_the_model(corpus, trained):
+    single = generate(corpus, trained, "--beam", 2)
+    assert generate(corpus, f"{trained}:{trained}", "--beam", 2) == single
+
+
+@pytest.mark.slow
+def test_hydra_train_from_yaml(corpus, tmp_path):
+    (tmp_path / "small.yaml").write_text(
+        textwrap.dedent(f"""
+        common: {{user_dir: {PLUGIN}, log_format: simple}}
+        checkpoint: {{save_dir: {tmp_path}/checkpoints}}
+        task: {{_name: translation, data: {corpus}}}
+        criterion: {{_name: cross_entropy}}
+        dataset: {{max_tokens: 2000}}
+        optimization: {{max_update: 2, lr: [0.001]}}
+        optimizer: {{_name: adam}}
+        lr_scheduler: {{_name: fixed}}
+        model:
+          _name: talkconv_iwslt_de_en
+          encoder_layers: 2
+          decoder_layers: 1
+          encoder_embed_dim: 32
+          decoder_embed_dim: 32
+          encoder_max_left: [3, 9]
+          encoder_max_right: [0, 5]
+          decoder_max_left: 3
+          share_all_embeddings: true
+        """)
+    )
+    fairseq("hydra-train", "--config-dir", tmp_path, "--config-name", "small", cwd=tmp_path)
+    assert len(generate(corpus, tmp_path / "checkpoints/checkpoint_last.pt")) == 43
+
+
+@pytest.mark.slow
+def test_bad_windows_stop_before_training(corpus, tmp_path):
+    printed = fairseq(
+        "train", corpus, *SMALL, "--decoder-max-left", "3", "--optimizer", "adam", "--max-tokens",
+        2000, "--save-dir", tmp_path / "checkpoints", check=False,
+    )  # fmt: skip
+    assert "decoder_max_left: expected 2 windows, one a layer, got 1" in printed
+    assert not (tmp_path / "checkpoints").exists()
+
+
+# --- Ways to install it ---
+
+
+@pytest.mark.slow
+def test_from_a_wheel(corpus, trained, tmp_path):
+    """The wheel carries the kernels and works as a plugin, in front of the editable install."""
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    source = tmp_path / "source"
+    subprocess.run(["git", "clone", "--quiet", ROOT, source], check=True)
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", tmp_path, source], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    subprocess.run([*pip, "install", "--no-deps", "--target", site, wheel], check=True)
+    env = {"PYTHONPATH": str(site)}
+    where = subprocess.run(
+        [sys.executable, "-c", "import talk_fairseq; print(talk_fairseq.__path__[0])"],
+        env=env, cwd=tmp_path, capture_output=True, text=True, check=True,
+    ).stdout.strip().splitlines()[-1]  # fmt: skip
+    assert where == str(site / "talk_fairseq")
+    assert (site / "talk_fairseq/kernels/talk_conv.cu").stat().st_size > 0
+    printed = fairseq(
+        "generate", corpus, "--path", trained, "--max-len-b", 5, plugin=where, env=env, cwd=tmp_path
+    )
+    assert len(hypotheses(printed)) == 43
+
+
+@pytest.mark.slow
+def test_from_an_editable_install_and_in_spawned_processes(tmp_path):
+    """setup.sh installs the checkout as editable; a spawned process imports the plugin anew."""
+    program = """
+        import argparse, multiprocessing
+
+        def work(user_dir):
+            from fairseq import utils
+            utils.import_user_module(argparse.Namespace(user_dir=user_dir))
+            from fairseq.models import ARCH_MODEL_REGISTRY
+            assert "talkconv_iwslt_de_en" in ARCH_MODEL_REGISTRY
+
+        if __name__ == "__main__":
+            import talk_fairseq
+            (path,) = talk_fairseq.__path__
+            work(path)
+            process = multiprocessing.get_context("spawn").Process(target=work, args=(path,))
+            process.start()
+            process.join()
+            assert process.exitcode == 0
+    """
+    (tmp_path / "program.py").write_text(textwrap.dedent(program))
+    subprocess.run([sys.executable, "program.py"], cwd=tmp_path, check=True)
