@@ -50,7 +50,7 @@ def fairseq(command, *arguments, plugin=PLUGIN, env=None, check=True, **options)
     user_dir = [] if command in ("preprocess", "hydra-train") else ["--user-dir", plugin]
     done = subprocess.run(
         [name, *map(str, (*arguments, *user_dir))],
-        env={**os.environ, **(env or {})},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},  # models too small for more
         capture_output=True,
         text=True,
         timeout=300,

@@ -1,0 +1,182 @@
+"""scripts/average_checkpoints.py on checkpoints small enough to average by hand."""
+
+import argparse
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("fairseq")
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "average_checkpoints.py"
+average = argparse.Namespace(**runpy.run_path(str(SCRIPT)))
+
+
+def write(path, model, **rest):
+    torch.save({"model": model, "args": argparse.Namespace(arch="x"), **rest}, path)
+    return str(path)
+
+
+def averaged(tmp_path, *arguments):
+    output = tmp_path / "averaged.pt"
+    average.main(["--output", str(output), "--inputs", *map(str, arguments)])
+    return torch.load(output, weights_only=True)
+
+
+def refusal(tmp_path, *arguments):
+    """The one line that the command ends with; nothing may have been written."""
+    with pytest.raises(SystemExit) as stopped:
+        averaged(tmp_path, *arguments)
+    assert not list(tmp_path.glob("averaged.pt*"))
+    line = str(stopped.value)
+    assert line.startswith("average_checkpoints.py: expected ") and "\n" not in line
+    return line
+
+
+def test_the_mean_is_computed_in_float64_and_rounded_once(tmp_path):
+    torch.manual_seed(0)
+    values = [torch.randn(5, 3) * 10**power for power in (-4, 0, 4)]
+    paths = [write(tmp_path / f"{i}.pt", {"w": value}) for i, value in enumerate(values)]
+    expected = sum(value.double() for value in values) / 3
+    assert torch.equal(averaged(tmp_path, *paths)["model"]["w"], expected.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_the_type_of_the_parameters_is_kept(tmp_path, dtype):
+    # In float16 the sum of these overflows; their mean does not.
+    values = [torch.tensor([60000.0, 1.0], dtype=dtype), torch.tensor([60000.0, 2.0], dtype=dtype)]
+    paths = [write(tmp_path / f"{i}.pt", {"w": value}) for i, value in enumerate(values)]
+    mean = averaged(tmp_path, *paths)["model"]["w"]
+    assert mean.dtype == dtype
+    assert mean.tolist() == [values[0][0].item(), 1.5]
+
+
+def test_the_rest_is_the_last_checkpoint_without_its_optimizer(tmp_path):
+    first = write(tmp_path / "1.pt", {"n": torch.tensor([4])}, extra_state={"epoch": 1})
+    last = write(
+        tmp_path / "2.pt",
+        {"n": torch.tensor([9])},
+        extra_state={"epoch": 2},
+        last_optimizer_state={"step": 3},
+    )
+    state = averaged(tmp_path, first, last)
+    assert state["model"]["n"].tolist() == [9]  # a counter has no mean
+    assert state["extra_state"] == {"epoch": 2}
+    assert state["args"].arch == "x"
+    assert "last_optimizer_state" not in state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tied_tensors_stay_tied(tmp_path, dtype):
+    paths = []
+    for value in (1.0, 2.0):
+        tied = torch.full((2, 2), value, dtype=dtype)
+        model = {"embed": tied, "output": tied, "other": torch.full((2, 2), 7.0, dtype=dtype)}
+        paths.append(write(tmp_path / f"{value}.pt", model))
+    model = averaged(tmp_path, *paths)["model"]
+    assert model["embed"].tolist() == [[1.5, 1.5], [1.5, 1.5]]
+    assert model["embed"].data_ptr() == model["output"].data_ptr()
+    assert model["other"].tolist() == [[7.0, 7.0], [7.0, 7.0]]
+
+
+def test_tensors_tied_only_at_the_end_are_averaged_apart(tmp_path):
+    one, two = torch.ones(2), torch.zeros(2)
+    first = write(tmp_path / "1.pt", {"a": one, "b": two})
+    last = write(tmp_path / "2.pt", {"a": one, "b": one})
+    model = averaged(tmp_path, first, last)["model"]
+    assert model["a"].tolist() == [1.0, 1.0] and model["b"].tolist() == [0.5, 0.5]
+
+
+def numbered(folder, names):
+    for number, name in enumerate(names):
+        write(folder / name, {"w": torch.tensor([10.0**number])})
+
+
+def test_last_epochs_and_last_updates_count_by_number(tmp_path):
+    epochs = ["checkpoint2.pt", "checkpoint9.pt", "checkpoint10.pt"]
+    updates = ["checkpoint_1_900.pt", "checkpoint_2_1000.pt"]
+    numbered(tmp_path, [*epochs, *updates, "checkpoint_last.pt", "checkpoint_best.pt"])
+    assert averaged(tmp_path, tmp_path, "--last-epochs", 2)["model"]["w"] == (10 + 100) / 2
+    again = averaged(tmp_path, tmp_path, "--last-updates", 1, "--force")
+    assert again["model"]["w"] == 10_000
+
+
+@pytest.mark.parametrize(("maximize", "expected"), [(False, (10 + 1) / 2), (True, (10 + 100) / 2)])
+def test_best_follows_the_metric_of_the_run(tmp_path, maximize, expected):
+    cfg = {"checkpoint": {"maximize_best_checkpoint_metric": maximize}}
+    for number, value in enumerate(("4.100", "9.50", "10.2000")):
+        path = tmp_path / f"checkpoint.best_bleu_{value}.pt"
+        write(path, {"w": torch.tensor([10.0**number])}, cfg=cfg)
+    assert averaged(tmp_path, tmp_path, "--best", 2)["model"]["w"] == expected
+
+
+def test_best_by_two_metrics_is_refused(tmp_path):
+    numbered(tmp_path, ["checkpoint.best_bleu_4.1.pt", "checkpoint.best_loss_4.1.pt"])
+    assert "one metric" in refusal(tmp_path, tmp_path, "--best", 1)
+
+
+def test_too_few_files_name_the_pattern(tmp_path):
+    numbered(tmp_path, ["checkpoint1.pt"])
+    line = refusal(tmp_path, tmp_path, "--last-epochs", 2)
+    assert r"2 files like checkpoint(\d+)\.pt" in line and line.endswith("got 1")
+    assert r"checkpoint_\d+_(\d+)\.pt" in refusal(tmp_path, tmp_path, "--last-updates", 1)
+    assert "checkpoint" in refusal(tmp_path, tmp_path, "--last-epochs", 0)
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        ({"w": torch.ones(3)}, "expected w with shape (2,) as in"),
+        ({"v": torch.ones(2), "w": torch.ones(2)}, "expected v with no such key as in"),
+        ({}, "expected w with shape (2,) as in"),
+    ],
+)
+def test_models_that_differ_are_refused(tmp_path, other, expected):
+    first = write(tmp_path / "1.pt", {"w": torch.ones(2)})
+    line = refusal(tmp_path, first, write(tmp_path / "2.pt", other))
+    assert expected in line and line.endswith(f"in {tmp_path / '2.pt'}")
+
+
+def test_broken_files_are_named(tmp_path):
+    good = write(tmp_path / "good.pt", {"w": torch.ones(1000)})
+    cut = tmp_path / "cut.pt"
+    cut.write_bytes(Path(good).read_bytes()[:900])
+    line = refusal(tmp_path, good, cut)
+    assert f"in {cut}, got a truncated or foreign file" in line
+    with pytest.raises(SystemExit, match="absent.pt"):
+        averaged(tmp_path, good, tmp_path / "absent.pt")
+    assert not list(tmp_path.glob("averaged.pt*"))
+
+
+def test_a_file_that_would_run_code_is_refused(tmp_path):
+    path = tmp_path / "evil.pt"
+    torch.save({"model": {}, "args": Path(tmp_path)}, path)
+    assert "the unsafe type pathlib" in refusal(tmp_path, path)
+
+
+def test_an_output_that_exists_needs_force(tmp_path):
+    path = write(tmp_path / "1.pt", {"w": torch.ones(2)})
+    averaged(tmp_path, path)
+    with pytest.raises(SystemExit, match="averaged.pt, which exists"):
+        averaged(tmp_path, path)
+    assert averaged(tmp_path, path, "--force")["model"]["w"].tolist() == [1.0, 1.0]
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
+    path = write(tmp_path / "1.pt", {"w": torch.ones(2)})
+    averaged(tmp_path, path)
+
+    def disk_full(state, name):
+        Path(name).write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(torch, "save", disk_full)
+    with pytest.raises(SystemExit, match="No space left"):
+        average.main(["--inputs", path, "--output", str(tmp_path / "averaged.pt"), "--force"])
+    assert torch.load(tmp_path / "averaged.pt", weights_only=True)["model"]["w"].tolist() == [1, 1]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_several_inputs_with_a_choice_are_refused(tmp_path):
+    assert "one folder" in refusal(tmp_path, "a.pt", "b.pt", "--last-epochs", 1)

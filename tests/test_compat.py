@@ -1,0 +1,613 @@
+"""Every mend of talk_fairseq/compat.py: what fairseq does without it, and with it.
+
+A probe states what should hold. It must pass here, where the mends are in force, and must fail
+with the error it names in a process of its own that has only fairseq: the day one passes there,
+its mend can go. Below them, the commands themselves run on dummy data with ``--user-dir``.
+"""
+
+import argparse
+import copy
+import json
+import os
+import pickle
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("fairseq")
+
+import numpy as np
+import torch
+from fairseq import checkpoint_utils, options, search, trainer, utils
+from fairseq.data import (
+    Dictionary,
+    LanguagePairDataset,
+    TokenBlockDataset,
+    bucket_pad_length_dataset,
+    data_utils,
+)
+from fairseq.distributed import utils as distributed_utils
+from fairseq.models import distributed_fairseq_model
+from fairseq.models.transformer import TransformerModel
+from fairseq.modules import SinusoidalPositionalEmbedding
+from fairseq.modules.dynamic_crf_layer import DynamicCRF
+
+PLUGIN = Path(__file__).resolve().parents[1] / "talk_fairseq"
+ALONE = __name__ == "__main__"  # without the mends
+
+if not ALONE:
+    sys.path.insert(0, str(PLUGIN.parent))
+    from talk_fairseq import compat
+
+PROBES = {}
+
+
+def breaks(error):
+    """Register a probe, which takes a folder, with a pattern of its error without the mend."""
+
+    def register(probe):
+        PROBES[probe.__name__] = (probe, error)
+        return probe
+
+    return register
+
+
+# Checkpoints
+
+
+def save_and_load(tmp_path, **state):
+    path = tmp_path / "checkpoint.pt"
+    history = {"optimizer_name": "Adam", "lr_scheduler_state": {}, "num_updates": 1}
+    iterator = {"train_iterator": {"epoch": 1}}
+    given = {"model": {}, "optimizer_history": [history], "extra_state": iterator, **state}
+    torch.save(given, path)
+    return checkpoint_utils.load_checkpoint_to_cpu(str(path))
+
+
+@breaks("Unsupported global: GLOBAL argparse.Namespace")
+def options_in_a_namespace_load(tmp_path):
+    args = argparse.Namespace(arch="transformer", max_positions=9, criterion="cross_entropy")
+    assert save_and_load(tmp_path, args=args)["args"].arch == "transformer"
+
+
+@breaks(r"Unsupported global: GLOBAL numpy\._?core\.multiarray\.scalar")
+def metrics_of_eval_bleu_load(tmp_path):
+    metrics = {code: np.dtype(code).type(1) for code in ("f2", "f4", "f8", "i4", "i8", "u1", "?")}
+    metrics["counts"] = np.arange(4)
+    loaded = save_and_load(tmp_path, metrics=metrics)["metrics"]
+    assert {key: type(value) for key, value in loaded.items()} == {
+        key: type(value) for key, value in metrics.items()
+    }
+    assert loaded["counts"].tolist() == [0, 1, 2, 3] and loaded["f8"] == 1
+
+
+@breaks("Unsupported global: GLOBAL fairseq.distributed.utils._TensorPlaceholder")
+def broadcast_optimizer_states_load(tmp_path):
+    placeholder = distributed_utils._TensorPlaceholder(index=3)
+    loaded = save_and_load(tmp_path, last_optimizer_state={"exp_avg": placeholder})
+    assert loaded["last_optimizer_state"]["exp_avg"].index == 3
+
+
+@breaks("OSError|RuntimeError")  # which of torch's errors depends on where it is cut
+def a_truncated_checkpoint_is_named(tmp_path):
+    path = tmp_path / "cut.pt"
+    torch.save({"model": {"w": torch.ones(2000)}}, path)
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(ValueError, match=rf"in {path}, got a truncated or foreign file"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(path))
+
+
+@breaks("UnpicklingError")
+def a_text_as_a_checkpoint_is_named(tmp_path):
+    path = tmp_path / "text.pt"
+    path.write_text("not a checkpoint\n" * 9)
+    with pytest.raises(ValueError, match=rf"in {path}, got a truncated or foreign file"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(path))
+
+
+@breaks("KeyError: 'best_loss'")
+def a_checkpoint_of_another_library_is_named(tmp_path):
+    path = tmp_path / "foreign.pt"
+    torch.save({"layer.weight": torch.ones(2)}, path)
+    with pytest.raises(ValueError, match=rf"in {path}, got the keys \['layer.weight'\]"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(path))
+
+
+class Anything:
+    """A type that is on no list."""
+
+
+@breaks(r"Unsupported global: GLOBAL \S*Anything")
+def bytes_of_the_same_job_load(tmp_path):
+    sent = []
+    here = torch.device("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed_utils, "get_rank", lambda group: 0)
+        patch.setattr(distributed_utils, "broadcast", lambda tensor, **_: sent.append(tensor))
+        distributed_utils._broadcast_object_slow(Anything(), 0, None, here)
+        patch.setattr(distributed_utils, "get_rank", lambda group: 1)
+        patch.setattr(distributed_utils, "broadcast", lambda tensor, **_: tensor.copy_(sent.pop(0)))
+        got = distributed_utils._broadcast_object_slow(None, 0, None, here)
+    assert isinstance(got, Anything)
+
+
+# Data
+
+
+def batches_of(count, **options):
+    sizes = np.arange(3, 3 + count)
+    return data_utils.batch_by_size(
+        np.arange(count), num_tokens_fn=lambda i: 1, num_tokens_vec=sizes, **options
+    )
+
+
+@breaks("AssertionError: 40")
+def the_last_batch_is_kept(tmp_path):
+    for options_of_batches in ({"max_sentences": 16}, {"max_tokens": 400}):
+        batches = batches_of(43, required_batch_size_multiple=8, **options_of_batches)
+        together = np.concatenate(batches).tolist()
+        assert together == list(range(43)), len(together)
+
+
+@breaks("AssertionError: 0")
+def a_data_set_of_three_is_not_empty(tmp_path):
+    batches = batches_of(3, max_tokens=1000, required_batch_size_multiple=8)
+    assert [batch.tolist() for batch in batches] == [[0, 1, 2]], len(batches)
+
+
+@breaks("IndexError")
+def a_data_set_of_none_says_so(tmp_path):
+    with pytest.raises(ValueError, match="expected sentences to batch, got none"):
+        batches_of(0, max_tokens=1000, required_batch_size_multiple=8)
+    assert list(batches_of(0, max_tokens=1000)) == []
+
+
+def dictionary():
+    words = Dictionary()
+    for number in range(20):
+        words.add_symbol(f"w{number}")
+    return words
+
+
+@breaks("interpolation")
+def batch_buckets_work(tmp_path):
+    assert data_utils.get_buckets(np.array([1, 2, 3, 9]), 2).tolist() == [2, 9]
+
+
+@breaks("compat")
+def num_batch_buckets_of_pairs_work(tmp_path):
+    words = dictionary()
+    lines = [torch.tensor([5] * length + [2]) for length in (1, 4, 2)]
+    sizes = np.array([len(line) for line in lines])
+    with pytest.MonkeyPatch.context() as patch:
+        # This one is broken as well, but probed above.
+        patch.setattr(bucket_pad_length_dataset, "get_buckets", lambda *_: np.array([3, 5]))
+        pairs = LanguagePairDataset(lines, sizes, words, lines, sizes, words, num_buckets=2)
+    assert pairs.bucketed_num_tokens.tolist() == [3, 5, 3]
+
+
+@breaks("compat")
+def sample_break_mode_eos_works(tmp_path):
+    lines = [torch.tensor([5, 6, 2]), torch.tensor([7, 2])]
+    blocks = TokenBlockDataset(lines, [3, 2], block_size=None, pad=1, eos=2, break_mode="eos")
+    assert [block.tolist() for block in blocks] == [[5, 6, 2], [7, 2]]
+
+
+@breaks("has no attribute 'float'")
+def the_crf_layer_works(tmp_path):
+    layer = DynamicCRF(num_embedding=9, low_rank=2, beam_size=4)
+    loss = layer(torch.randn(2, 3, 9), torch.randint(0, 9, (2, 3)), torch.ones(2, 3).bool())
+    assert torch.isfinite(loss).all()
+    layer.forward_decoder(torch.randn(2, 3, 9), torch.ones(2, 3).bool())
+
+
+# Models
+
+
+@breaks("SiLU")
+def swish_is_silu(tmp_path):
+    x = torch.randn(5)
+    assert torch.equal(utils.get_activation_fn("swish")(x), torch.nn.functional.silu(x))
+    assert utils.get_activation_fn("relu") is torch.nn.functional.relu
+
+
+def tiny_transformer(**options_of_model):
+    words = dictionary()
+    sizes = {
+        f"{side}_{what}": number
+        for side in ("encoder", "decoder")
+        for what, number in (
+            ("layers", 1),
+            ("embed_dim", 8),
+            ("ffn_embed_dim", 8),
+            ("attention_heads", 2),
+        )
+    }
+    args = argparse.Namespace(**sizes, **options_of_model)
+    task = SimpleNamespace(source_dictionary=words, target_dictionary=words)
+    torch.manual_seed(0)
+    return TransformerModel.build_model(args, task).eval()
+
+
+@breaks("SiLU")
+def a_transformer_with_swish_runs(tmp_path):
+    model = tiny_transformer(activation_fn="swish")
+    logits, _ = model(torch.tensor([[5, 6, 2]]), torch.tensor([3]), torch.tensor([[2, 5]]))
+    assert logits.shape == (1, 2, 24)
+
+
+@breaks("IndexError: index 4[01] is out of bounds for dimension 0 with size 2")
+def diverse_beams_take_sentences_by_row(tmp_path):
+    torch.manual_seed(0)
+    first, second = torch.randn(2, 2, 4, 24), torch.randn(2, 2, 4, 24)
+
+    def penalties(numbers, kept):
+        """Run two steps of which the second keeps some rows, with sentences so numbered."""
+        beams = search.DiverseBeamSearch(dictionary(), num_groups=2, diversity_strength=0.5)
+        numbers = torch.tensor(numbers)
+        beams.step(0, first[0].log_softmax(-1), torch.zeros(2, 4, 0), None, numbers)
+        scores = torch.zeros(len(kept), 4, 1)
+        return beams.step(1, second[0][kept].log_softmax(-1), scores, None, numbers[kept])
+
+    for kept in ([0, 1], [1]):
+        expected = penalties([0, 1], kept)
+        # The sentences of a last batch; and those of a first one, sorted by length.
+        for numbers in ([40, 41], [1, 0]):
+            for got, wanted in zip(penalties(numbers, kept), expected, strict=True):
+                assert torch.equal(got, wanted)
+
+
+# Training without a GPU
+
+
+@breaks("AssertionError: tpu")
+def the_bf16_flag_does_not_ask_for_a_tpu(tmp_path):
+    parser = options.get_training_parser()
+    args = options.parse_args_and_arch(parser, ["x", "--arch", "transformer", "--bf16"])
+    assert args.bf16 and not args.tpu, "tpu"
+
+
+@breaks("AttributeError")  # as deep as a Trainer without a model comes
+def fp16_on_a_cpu_is_refused(tmp_path):
+    common = SimpleNamespace(fp16=True, memory_efficient_fp16=False, cpu=True, tpu=False)
+    with pytest.raises(ValueError, match="expected a GPU for --fp16, got a CPU"):
+        trainer.Trainer(SimpleNamespace(common=common), None, None, None)
+
+
+@breaks("AssertionError: None")
+def processes_of_torchrun_find_each_other(tmp_path):
+    cfg = SimpleNamespace(
+        distributed_init_method=None,
+        distributed_world_size=1,
+        distributed_backend="nccl",
+        distributed_no_spawn=False,
+        pipeline_model_parallel=False,
+        tpu=False,
+    )
+    single = copy.copy(cfg)
+    distributed_utils.infer_init_method(single)
+    assert single == cfg
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (
+            ("MASTER_ADDR", "localhost"),
+            ("MASTER_PORT", "29500"),
+            ("WORLD_SIZE", "2"),
+            ("RANK", "1"),
+        ):
+            patch.setenv(name, value)
+        distributed_utils.infer_init_method(cfg)
+    assert cfg.distributed_init_method == "env://", cfg.distributed_init_method
+    assert (cfg.distributed_world_size, cfg.distributed_rank) == (2, 1)
+    assert cfg.distributed_no_spawn and cfg.distributed_backend == "gloo"
+
+
+@breaks("device_ids")
+def pytorch_ddp_runs_on_a_cpu(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        cfg = SimpleNamespace(
+            tpu=False,
+            ddp_backend="pytorch_ddp",
+            device_id=0,
+            broadcast_buffers=False,
+            bucket_cap_mb=25,
+            find_unused_parameters=False,
+            gradient_as_bucket_view=False,
+            ddp_comm_hook="none",
+            heartbeat_timeout=-1,
+        )
+        model = distributed_fairseq_model.DistributedFairseqModel(
+            cfg, torch.nn.Linear(2, 2), None, torch.device("cpu")
+        )
+        assert model(torch.ones(1, 2)).shape == (1, 2)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory):
+    """What each probe ends with in a process without the mends."""
+    folder = tmp_path_factory.mktemp("alone")
+    command = [sys.executable, "-W", "ignore", __file__, str(folder)]
+    subprocess.run(command, check=True, capture_output=True, env=quiet_environment())
+    return json.loads((folder / "outcomes.json").read_text())
+
+
+def run_alone(folder):
+    outcomes = {}
+    for name, (probe, _) in PROBES.items():
+        (folder / name).mkdir()
+        try:
+            probe(folder / name)
+            outcomes[name] = "it works"
+        except Exception as error:
+            outcomes[name] = "".join(traceback.format_exception_only(error))
+    (folder / "outcomes.json").write_text(json.dumps(outcomes))
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_it_breaks_without_the_mend(name, alone):
+    assert re.search(PROBES[name][1], alone[name]), alone[name]
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_it_works_with_the_mend(name, tmp_path):
+    PROBES[name][0](tmp_path)
+
+
+# What needs no mend, and what the mends must not change
+
+
+def test_weights_of_old_sinusoidal_embeddings_load():
+    model = tiny_transformer()
+    assert isinstance(model.encoder.embed_positions, SinusoidalPositionalEmbedding)
+    state = model.state_dict()
+    for side in ("encoder", "decoder"):
+        state[f"{side}.embed_positions._float_tensor"] = torch.zeros(1)
+        state[f"{side}.embed_positions.weights"] = torch.zeros(7, 8)
+        state[f"{side}.version"] = torch.tensor([3.0])
+    tiny_transformer().load_state_dict(state, strict=True)
+
+
+def test_files_are_not_unpickled_fully(tmp_path):
+    path = tmp_path / "other.pt"
+    torch.save({"model": {}, "args": Anything()}, path)
+    with pytest.raises(ValueError, match=rf"in {path}, got the unsafe type \S+\.Anything"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(path))
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(path)
+    with pytest.raises(FileNotFoundError):
+        compat.read_checkpoint(tmp_path / "absent.pt")
+
+
+def test_full_batches_are_as_in_fairseq():
+    options_of_batches = {"max_tokens": 150, "required_batch_size_multiple": 8}
+    original = data_utils.batch_by_size.__wrapped__
+    sizes = np.full(64, 10)
+    arguments = (np.arange(64), None, sizes)
+    mended = data_utils.batch_by_size(*arguments, **options_of_batches)
+    for got, wanted in zip(mended, original(*arguments, **options_of_batches), strict=True):
+        assert got.tolist() == wanted.tolist()
+
+
+def test_numpy_and_torch_themselves_are_untouched():
+    assert "int" not in vars(np) and "float" not in vars(np)
+    assert torch.load.__module__ == "torch.serialization"
+    assert data_utils.np.ndarray is np.ndarray
+
+
+def test_importing_twice_changes_nothing():
+    step, load = search.DiverseBeamSearch.step, checkpoint_utils.torch
+    spec = compat.__spec__
+    again = type(sys)("again")
+    again.__dict__.update(__file__=spec.origin, __name__="again")
+    exec(compile(Path(spec.origin).read_text(), spec.origin, "exec"), again.__dict__)
+    assert search.DiverseBeamSearch.step is step and checkpoint_utils.torch is load
+
+
+def test_a_fairseq_of_another_shape_is_refused():
+    with pytest.raises(AttributeError, match="expected fairseq.utils.no_such_name in fairseq"):
+        compat.mends(utils, "no_such_name")(lambda original: None)
+    with pytest.raises(AttributeError, match="expected json.np in fairseq, got none"):
+        compat.overlay(json, np)
+
+
+# The commands
+
+
+def quiet_environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+
+def fairseq(command, *arguments, fails=False, **options_of_run):
+    """Run a command of fairseq with the plugin; its output, or its last line if it ``fails``."""
+    code = f"from fairseq_cli.{command} import cli_main; cli_main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments), "--user-dir", str(PLUGIN)],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=quiet_environment(),
+        check=False,
+        **options_of_run,
+    )
+    assert (done.returncode != 0) == fails, done.stdout[-3000:]
+    return done.stdout.strip().splitlines()[-1] if fails else done.stdout
+
+
+SIZES = [
+    f"--{side}-{what}={number}"
+    for side in ("encoder", "decoder")
+    for what, number in (("layers", 1), ("embed-dim", 8), ("ffn-embed-dim", 8))
+] + ["--encoder-attention-heads=2", "--decoder-attention-heads=2"]
+TRAIN = [*"--cpu --optimizer adam --lr 0.01 --num-workers 0 --max-tokens 300".split()]
+SHORT = ["--cpu", "--batch-size=16", "--beam=2", "--max-len-b=10"]
+BLEU = ["--eval-bleu", "--eval-bleu-detok=moses", '--eval-bleu-args={"max_len_b": 10}']
+TRANSLATION = ["--task=translation", "--arch=transformer", *SIZES, *TRAIN]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """Text of 60 + 20 + 43 lines whose translation is its reverse."""
+    folder = tmp_path_factory.mktemp("corpus")
+    numbers = np.random.default_rng(0)
+    for split, count in (("train", 60), ("valid", 20), ("test", 43)):
+        lines = [numbers.integers(30, size=numbers.integers(2, 9)) for _ in range(count)]
+        for language, order in (("de", 1), ("en", -1)):
+            text = "".join(" ".join(f"w{i}" for i in line[::order]) + "\n" for line in lines)
+            (folder / f"{split}.{language}").write_text(text)
+    return folder
+
+
+def preprocess(corpus, destination, **how):
+    prefixes = [f"--{split}pref={corpus / split}" for split in ("train", "valid", "test")]
+    flags = ["--source-lang=de", "--target-lang=en", "--joined-dictionary"]
+    return fairseq("preprocess", *prefixes, *flags, f"--destdir={destination}", **how)
+
+
+@pytest.fixture(scope="session")
+def data(corpus, tmp_path_factory):
+    destination = tmp_path_factory.mktemp("data")
+    preprocess(corpus, destination)
+    return destination
+
+
+@pytest.fixture(scope="session")
+def trained(data, tmp_path_factory):
+    """A folder with checkpoint1.pt and checkpoint2.pt, validated with BLEU."""
+    folder = tmp_path_factory.mktemp("trained")
+    flags = [*BLEU, "--best-checkpoint-metric=bleu", "--max-epoch=2", f"--save-dir={folder}"]
+    out = fairseq("train", data, *TRANSLATION, *flags)
+    assert "| bleu " in out and (folder / "checkpoint2.pt").exists()
+    return folder
+
+
+def hypotheses(out):
+    return [line for line in out.splitlines() if line.startswith("H-")]
+
+
+def test_all_43_sentences_are_generated(data, trained):
+    path = f"--path={trained / 'checkpoint_best.pt'}"
+    out = fairseq("generate", data, path, *SHORT, "--scoring=sacrebleu")
+    assert len(hypotheses(out)) == 43
+    assert "Translated 43 sentences" in out and "BLEU = " in out
+
+
+def test_diverse_beams_and_sentences_over_the_maximum(data, trained, corpus):
+    flags = ["--max-source-positions=6", "--skip-invalid-size-inputs-valid-test"]
+    groups = ["--diverse-beam-groups=2", "--diverse-beam-strength=0.5"]
+    path = f"--path={trained / 'checkpoint_best.pt'}"
+    out = fairseq("generate", data, path, *SHORT, *flags, *groups)
+    lengths = [len(line.split()) + 1 for line in (corpus / "test.de").open()]
+    kept = sum(length <= 6 for length in lengths)
+    assert 16 < kept < 43 and len(hypotheses(out)) == kept
+    assert f"{43 - kept} samples have invalid sizes and will be skipped" in out
+
+
+def test_interactive_translates_every_line(data, trained, corpus):
+    with open(corpus / "test.de") as lines:
+        path = f"--path={trained / 'checkpoint_best.pt'}"
+        out = fairseq("interactive", data, path, *SHORT, "--buffer-size=100", stdin=lines)
+    assert len(hypotheses(out)) == 43
+
+
+def test_validation_sees_every_sentence(data, trained):
+    path = f"--path={trained / 'checkpoint_best.pt'}"
+    flags = ["--task=translation", "--valid-subset=test", "--max-tokens=10000", "--cpu"]
+    assert "| bsz 43" in fairseq("validate", data, path, *flags)
+
+
+@pytest.mark.slow
+def test_averaging_resuming_and_finetuning(data, trained, tmp_path):
+    averaged = tmp_path / "averaged.pt"
+    script = PLUGIN.parent / "scripts" / "average_checkpoints.py"
+    epochs = ["--inputs", str(trained), "--last-epochs=2", "--output", str(averaged)]
+    runpy.run_path(str(script))["main"](epochs)
+    first, second, mean = (
+        compat.read_checkpoint(path)["model"]["encoder.layers.0.fc1.weight"]
+        for path in (trained / "checkpoint1.pt", trained / "checkpoint2.pt", averaged)
+    )
+    torch.testing.assert_close(mean, (first + second) / 2)
+
+    resumed = ["--max-epoch=3", f"--save-dir={tmp_path}", "--no-epoch-checkpoints"]
+    restore = f"--restore-file={trained / 'checkpoint_last.pt'}"
+    out = fairseq("train", data, *TRANSLATION, *resumed, restore)
+    assert "Loaded checkpoint" in out and "begin training epoch 3" in out
+
+    tuned = ["--max-epoch=1", "--bf16", "--no-save", f"--finetune-from-model={averaged}"]
+    out = fairseq("train", data, *TRANSLATION, *tuned, f"--save-dir={tmp_path / 'tuned'}")
+    assert "loading pretrained model from" in out and "done training" in out
+
+
+def test_fp16_on_a_cpu_is_one_clear_line(data, tmp_path):
+    line = fairseq("train", data, *TRANSLATION, "--no-save", "--fp16", fails=True)
+    assert line == "ValueError: expected a GPU for --fp16, got a CPU: use --bf16, --amp or neither"
+
+
+def test_preprocess_checks_the_corpora_before_it_writes(corpus, tmp_path):
+    here, out = tmp_path / "corpus", tmp_path / "data"
+    shutil.copytree(corpus, here)
+    (here / "test.en").unlink()
+    assert f"No such file or directory: '{here / 'test.en'}'" in preprocess(here, out, fails=True)
+    assert not out.exists()
+
+    (here / "valid.en").write_text("w1\n")
+    args = argparse.Namespace(source_lang="de", target_lang="en", only_source=False)
+    vars(args).update(dict_only=False, trainpref=f"{here}/train", validpref=f"{here}/valid")
+    args.testpref = None
+    lines = re.escape(f"'{here}/valid.de': 20, '{here}/valid.en': 1")
+    with pytest.raises(ValueError, match=f"as many lines in both languages, got .{lines}"):
+        compat.check_corpora_first(None, args)
+    args.only_source, args.validpref = True, f"{here}/train,{here}/valid"
+    assert compat.check_corpora_first(lambda given: given, args) is args
+
+
+@pytest.mark.slow
+def test_language_models_train_and_are_scored(corpus, data, tmp_path):
+    shutil.copy(data / "dict.de.txt", tmp_path / "dict.txt")
+    for file in data.glob("*.de-en.de.*"):
+        shutil.copy(file, tmp_path / file.name.replace(".de-en.de", ""))
+    flags = ["--tokens-per-sample=32", "--sample-break-mode=eos"]
+    model = ["--task=language_modeling", "--arch=transformer_lm", f"--save-dir={tmp_path}"]
+    sizes = [size for size in SIZES if size.startswith("--decoder")]
+    fairseq("train", tmp_path, *model, *sizes, *TRAIN, *flags, "--max-update=3")
+
+    path = f"--path={tmp_path / 'checkpoint_last.pt'}"
+    out = fairseq("eval_lm", tmp_path, path, "--cpu", *flags)
+    words = (corpus / "test.de").read_text().split()
+    assert f"Evaluated {len(words) + 43} tokens" in out
+    # Without the flags every block is longer than the model allows.
+    line = fairseq("eval_lm", tmp_path, path, "--cpu", fails=True)
+    assert line.startswith("ValueError: expected tokens to score, got none")
+
+
+@pytest.mark.slow
+def test_two_processes_resume_one(data, trained, tmp_path):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    entry = tmp_path / "train.py"
+    entry.write_text("from fairseq_cli.train import cli_main\n\ncli_main()\n")
+    restore = f"--restore-file={trained / 'checkpoint_last.pt'}"
+    flags = [*TRANSLATION, *BLEU, "--max-epoch=3", restore, f"--save-dir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(entry), str(data), *flags, "--user-dir", str(PLUGIN)],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=quiet_environment(),
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "training on 2 devices" in done.stdout and "Loaded checkpoint" in done.stdout
+    assert (tmp_path / "checkpoint3.pt").exists()
+
+
+if ALONE:
+    run_alone(Path(sys.argv[1]))

@@ -1,0 +1,89 @@
+"""Compiles the CUDA kernels for every dtype and several GPUs; needs no GPU."""
+
+import ctypes
+import importlib.util
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from talk_fairseq import cuda_backend
+
+ARCHITECTURES = (75, 80, 90, 100)
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+KERNELS = 15  # of one dtype
+
+
+@pytest.fixture(scope="session")
+def cubins(tmp_path_factory):
+    """Starts nvcc for an architecture at the first request; all of them at once would be heavy."""
+    folder = tmp_path_factory.mktemp("cubins")
+
+    def compile_for(architecture):
+        return subprocess.run(
+            ["nvcc", "-cubin", "-std=c++17", f"-arch=sm_{architecture}", "-Xptxas", "-v"]
+            + ["--split-compile=2", str(cuda_backend.source_path())]
+            + ["-o", str(folder / f"{architecture}.cubin")],
+            capture_output=True,
+            text=True,
+        )
+
+    return compile_for
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nvcc(architecture, cubins):
+    """The plain file, all dtypes; no kernel keeps variables in memory for want of registers."""
+    result = cubins(architecture)
+    assert result.returncode == 0, result.stderr
+    names = re.findall(r"Compiling entry function '(\w+)'", result.stderr)
+    assert len(names) == KERNELS * len(DTYPES)
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", result.stderr)
+    assert len(spills) == len(names)
+    spilled = [name for name, spill in zip(names, spills) if spill != ("0", "0")]
+    assert not spilled, f"register spills on sm_{architecture}: {spilled}"
+
+
+def nvrtc():
+    """NVRTC from its wheel or from the system, or None."""
+    names = []
+    for package in ("nvidia.cuda_nvrtc", "nvidia.cu13"):
+        try:
+            spec = importlib.util.find_spec(package)
+        except ModuleNotFoundError:
+            continue
+        for folder in spec.submodule_search_locations if spec else ():
+            names += sorted(map(str, pathlib.Path(folder).glob("lib/libnvrtc.so.*")))
+    for name in [*names, "libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"]:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nvrtc(dtype):
+    """As CuPy compiles them: one dtype at a time, with no header in reach."""
+    library = nvrtc()
+    if library is None:
+        pytest.skip("no NVRTC: pip install nvidia-cuda-nvrtc-cu12")
+    source = cuda_backend.source_path().read_bytes()
+    options = [option.encode() for option in cuda_backend.compile_options(dtype)]
+    options.append(b"-arch=sm_%d" % ARCHITECTURES[DTYPES.index(dtype)])
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    assert not library.nvrtcCreateProgram(
+        ctypes.byref(program), source, b"talk_conv.cu", 0, None, None
+    )
+    failed = library.nvrtcCompileProgram(
+        program, len(options), (ctypes.c_char_p * len(options))(*options)
+    )
+    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetProgramLog(program, log)
+    assert not failed, log.value.decode()
+    assert not library.nvrtcGetCUBINSize(program, ctypes.byref(size)) and size.value > 0
+    library.nvrtcDestroyProgram(ctypes.byref(program))

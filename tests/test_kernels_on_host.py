@@ -1,0 +1,225 @@
+"""Runs the CUDA kernels on the host: the kernel file compiled by g++ behind host_cuda.h.
+
+The launches are the ones that cuda_backend plans for a GPU, threads run in a shuffled order, and
+memory that nothing has written holds NaN.
+"""
+
+import ctypes
+import functools
+import hashlib
+import math
+import pathlib
+import shutil
+import subprocess
+import tempfile
+
+import pytest
+import torch
+from oracle import check_backward, check_forward, talk_conv
+
+from talk_fairseq import cuda_backend
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile kernels")
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
+SHARED_MEMORY = 227 * 1024
+
+
+@functools.cache
+def library():
+    """The kernels as a host library, compiled once and kept by what it is made from."""
+    here = pathlib.Path(__file__).parent
+    kernels = cuda_backend.source_path()
+    sources = (here / "host_cuda.cpp", here / "host_cuda.h", kernels)
+    key = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    path = pathlib.Path(tempfile.gettempdir()) / f"talk_kernels_{key}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            built = pathlib.Path(folder) / path.name
+            command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE"]
+            command += [f'-DKERNEL_FILE="{kernels}"', str(sources[0]), "-o", str(built)]
+            subprocess.run(command, check=True)
+            built.replace(path)
+    return ctypes.CDLL(str(path))
+
+
+class Host:
+    """Stands where the CUDA backend stands, and remembers what was launched."""
+
+    def __init__(self, seed=0, shared_memory=SHARED_MEMORY):
+        self.seed, self.shared_memory, self.launched = seed, shared_memory, []
+
+    def launch(self, dtype, name, blocks, threads, shared, problem):
+        self.launched.append(name)
+        code = library().launch(
+            getattr(library(), name),
+            ctypes.c_void_p(problem.reshape(1).ctypes.data),
+            blocks, threads, ctypes.c_size_t(shared), self.seed,
+        )  # fmt: skip
+        assert code == 0, (name, ("", "a deadlock", "past the shared memory")[code])
+
+    def forward(self, *arguments):
+        return cuda_backend.forward_with(self.launch, self.shared_memory, *arguments)
+
+    def backward(self, *arguments):
+        return cuda_backend.backward_with(self.launch, self.shared_memory, *arguments)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """Fresh tensors hold NaN, and fresh integers -1."""
+
+    def empty(size, dtype, device):
+        return torch.full((size,), -1 if dtype == torch.int32 else math.nan, dtype=dtype)
+
+    def empty_like(tensor):
+        return torch.full_like(tensor, math.nan)
+
+    monkeypatch.setattr(cuda_backend, "_empty", empty)
+    monkeypatch.setattr(cuda_backend, "_empty_like", empty_like)
+
+
+def example(T, B, H, R, dtype=torch.float32, offset_dtype=None, causal=False, high=1.0, seed=0):
+    """(dout, x, offset_left, offset_right); some offsets are exactly 0 and exactly 1."""
+    generator = torch.Generator().manual_seed(seed)
+    dout, x = (torch.randn(T, B, H * R, generator=generator).to(dtype) for _ in range(2))
+    offsets = []
+    for _ in range(2):
+        offset = high * torch.rand(T, B, H, generator=generator)
+        kind = torch.rand(T, B, H, generator=generator)
+        offset[kind < 0.1], offset[kind > 0.9] = 0, 1
+        offsets.append(offset.to(offset_dtype or dtype))
+    return dout, x, offsets[0], None if causal else offsets[1]
+
+
+def check(host, arguments, max_left, max_right):
+    dout, *inputs = arguments
+    check_forward(host.forward, *inputs, max_left, max_right)
+    check_backward(host.backward, dout, *inputs, max_left, max_right)
+
+
+def test_struct_is_the_same_in_python_and_cuda():
+    library().problem_bytes.restype = ctypes.c_size_t
+    assert library().problem_bytes() == cuda_backend._PROBLEM.itemsize
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("T", [1, 2, 3, 17, 65, 129, 151])
+def test_lengths(T, causal, dtype):
+    arguments = example(T, 1 if T > 100 else 3, 3, 8, dtype, causal=causal)
+    check(Host(), arguments, 31, 0 if causal else 31)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_halves_with_float32_offsets(dtype):
+    check(Host(), example(65, 3, 3, 8, dtype, torch.float32), 31, 31)
+
+
+@pytest.mark.parametrize("R", [1, 3, 4, 8, 12, 64, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_channels_of_a_head(R, dtype):
+    check(Host(), example(37, 1, 3, R, dtype), 7, 5)
+
+
+@pytest.mark.parametrize("windows", [(0, 0), (1, 0), (0, 1), (1, 1), (3, 31), (100, 100)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_windows(windows, dtype):
+    check(Host(), example(67, 1, 3, 4, dtype), *windows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("T", [1, 3, 17, 300])
+def test_large_windows(T, causal, dtype):
+    host = Host()
+    arguments = example(T, 1 if T > 100 else 3, 3, 4, dtype, causal=causal)
+    check(host, arguments, 1000, 0 if causal else 900)
+    assert any("gather" in name for name in host.launched)
+    assert any("walk" in name for name in host.launched)
+
+
+@pytest.mark.parametrize("R", [1, 3, 64, 200])
+def test_large_windows_channels_of_a_head(R):
+    check(Host(), example(35, 1, 3, R), 700, 700)
+
+
+@pytest.mark.parametrize("shared_memory", [48 * 1024, SHARED_MEMORY])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_tiles(dtype, shared_memory):
+    """Several tiles, and ends beyond the halo of one."""
+    host = Host(shared_memory=shared_memory)
+    check(host, example(560, 1, 1, 8, dtype, torch.float32, high=3), 9, 12)
+    assert any("reach" in name for name in host.launched)
+
+
+@pytest.mark.parametrize("windows", [(5, 6), (1000, 900)])
+def test_huge_and_infinite_offsets_reach_the_edges(windows):
+    dout, x, left, right = example(300, 1, 3, 4)
+    left[::7], right[::5] = 1e30, 3000
+    host = Host()
+    check(host, (dout, x, left, right), *windows)
+    finite = host.forward(x, left, right, *windows)
+    left[::7] = math.inf
+    assert torch.equal(finite, host.forward(x, left, right, *windows))
+
+
+@pytest.mark.parametrize("windows", [(5, 6), (1000, 900)])
+@pytest.mark.parametrize("value", [-0.25, -math.inf, math.nan])
+def test_negative_and_nan_offsets_give_nan(value, windows):
+    dout, x, left, right = example(33, 2, 2, 4)
+    left[7, 0, 1] = right[0, 1, 0] = right[32, 1, 1] = left[0, 0, 0] = value
+    host = Host()
+    out = host.forward(x, left, right, *windows).view(33, 2, 2, 4)
+    bad = (left.isnan() | right.isnan() | (left < 0) | (right < 0)).unsqueeze(-1).expand_as(out)
+    assert torch.equal(out.isnan(), bad)
+    dx, d_left, d_right = host.backward(dout, x, left, right, *windows)
+    assert torch.equal(dx.view_as(out).isnan(), bad)
+    assert torch.equal(d_left.isnan(), left.isnan() | (left < 0))
+    assert torch.equal(d_right.isnan(), right.isnan() | (right < 0))
+
+
+@pytest.mark.parametrize("windows", [(31, 31), (1000, 1000)])
+def test_error_does_not_grow_with_length(windows):
+    _, x, left, right = example(3000, 1, 1, 1)
+    x += 1
+    out = Host().forward(x, left, right, *windows).double()
+    exact = talk_conv(x, left, right, *windows)
+    assert ((out - exact).norm() / exact.norm()).item() < 1e-6
+
+
+@pytest.mark.parametrize("windows", [(31, 31), (1000, 900)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_order_of_threads_does_not_matter(dtype, windows):
+    dout, *inputs = example(300, 1, 2, 12, dtype, torch.float32, high=1.5)
+    results = [
+        (host.forward(*inputs, *windows), *host.backward(dout, *inputs, *windows))
+        for host in (Host(seed) for seed in (1, 2, 3))
+    ]
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
+@pytest.mark.parametrize("windows", [(31, 31), (1000, 900)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_sentence_does_not_depend_on_its_batch(dtype, windows):
+    batch = example(70, 3, 3, 8, dtype)
+    alone = [tensor[:, 1:2].contiguous() for tensor in batch]
+    host = Host()
+    dout, *inputs = batch
+    together = (host.forward(*inputs, *windows), *host.backward(dout, *inputs, *windows))
+    dout, *inputs = alone
+    single = (host.forward(*inputs, *windows), *host.backward(dout, *inputs, *windows))
+    for one, many in zip(single, together):
+        assert torch.equal(one, many[:, 1:2])
+
+
+def test_misaligned_rows_take_the_scalar_path():
+    dout, x, left, right = example(33, 1, 2, 8)
+    memory = torch.empty(x.numel() + 1)
+    shifted = memory[1:].view_as(x)
+    shifted.copy_(x)
+    host = Host()
+    check(host, (dout, shifted, left, right), 7, 7)
+    assert all("narrow" in name for name in host.launched)

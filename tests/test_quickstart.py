@@ -1,0 +1,237 @@
+"""scripts/quickstart.sh from end to end on a few verses, and what it refuses."""
+
+import fcntl
+import gzip
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fairseq")
+
+ROOT = Path(__file__).resolve().parents[1]
+TEST_VERSES = 11
+
+
+@pytest.fixture
+def verses(tmp_path):
+    """A folder with a corpus of a few verses; one file of it is compressed."""
+    folder = tmp_path / "verses"
+    folder.mkdir()
+    for split, lines in (("train", 150), ("valid", 10), ("test", TEST_VERSES)):
+        for language in ("es", "en"):
+            with gzip.open(ROOT / f"data/bible-es-en/{split}.{language}.gz", "rt") as text:
+                (folder / f"{split}.{language}").write_text("".join(islice(text, lines)))
+    text = (folder / "train.en").read_bytes()
+    (folder / "train.en.gz").write_bytes(gzip.compress(text))
+    (folder / "train.en").unlink()
+    return folder
+
+
+def command(*arguments):
+    return [str(ROOT / "scripts/quickstart.sh"), "--cpu", *map(str, arguments)]
+
+
+def quickstart(*arguments, cwd=None):
+    """What a run that must succeed printed."""
+    done = subprocess.run(command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def refusal(*arguments):
+    """The one line with which a run stops that must not start."""
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def files(folder):
+    """What a folder holds, and when it was written."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != "lock"}
+
+
+def score_line(printed):
+    (line,) = re.findall("^sacreBLEU .*", printed, re.MULTILINE)
+    return line
+
+
+@pytest.mark.slow
+def test_a_run_a_second_run_and_a_restart(verses, tmp_path):
+    # From another folder, with relative paths.
+    arguments = ("--data", "verses", "--out", "run", "--updates", 12)
+    first = quickstart(*arguments, cwd=tmp_path)
+    assert f" on {TEST_VERSES} sentences (nrefs:1|" in score_line(first)
+    for start in ("source      ", "reference   ", "translation "):
+        assert len(re.findall(f"^{start}", first, re.MULTILINE)) == 5
+    commands = first.split("== the commands, in order\n")[1].split("\n\n")[0].splitlines()
+    assert [re.sub("^python scripts/", "", line).split()[0] for line in commands] == [
+        "prepare_corpus.py", "fairseq-preprocess", "fairseq-train", "average_checkpoints.py",
+        "fairseq-generate", "show_translations.py",
+    ]  # fmt: skip
+    out = tmp_path / "run"
+    assert not list(out.rglob("*.partial"))
+
+    # The second time everything is there: only the score is computed again.
+    before = files(out)
+    second = quickstart(*arguments, cwd=tmp_path)
+    assert "fairseq-" not in second.split("== the commands")[0]
+    assert score_line(second) == score_line(first)
+    assert files(out) == before
+
+    # Other settings, or another corpus under the same name, do not get mixed with these.
+    other = ("--data", verses, "--out", out)
+    assert "other settings" in refusal(*other, "--updates", 13)
+    (verses / "valid.en").write_text("Word.\n" * 10)
+    assert "--restart to replace it" in refusal(*other, "--updates", 12)
+    assert files(out) == before
+
+    # Asked to, it starts over, and leaves alone what is not its own.
+    (out / "notes").write_text("mine")
+    quickstart(*other, "--updates", 4, "--restart")
+    assert (out / "corpus/valid.en").read_text().startswith("Word.")
+    assert [path.name for path in (out / "training/falling").glob("*_4.pt")]
+    assert (out / "notes").read_text() == "mine"
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_training_resumes_where_it_was(verses, tmp_path):
+    out = tmp_path / "run"
+    arguments = ("--data", verses, "--out", out, "--updates", 60)
+    checkpoints = out / "training/falling"
+    with open(tmp_path / "printed", "w") as printed:
+        run = subprocess.Popen(command(*arguments), start_new_session=True, stdout=printed)
+        try:
+            for _ in range(1200):
+                if list(checkpoints.glob("checkpoint_*_*.pt")) or run.poll() is not None:
+                    break
+                time.sleep(0.1)
+        finally:
+            os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+    (reached,) = sorted(updates(checkpoints))[-1:]
+    assert reached < 60
+    assert not (out / "averaged.pt").exists()
+
+    resumed = quickstart(*arguments)
+    assert "preparing" not in resumed
+    assert max(updates(checkpoints)) == 60
+    loaded = re.findall(r"Loaded checkpoint .* @ (\d+) updates", (out / "log.txt").read_text())
+    assert loaded == [str(reached)]
+    assert f" on {TEST_VERSES} sentences" in score_line(resumed)
+
+
+def updates(folder):
+    return [int(path.stem.split("_")[2]) for path in folder.glob("checkpoint_*_*.pt")]
+
+
+@pytest.mark.slow
+def test_by_the_clock_the_rate_is_up_and_then_falls(verses, tmp_path):
+    out = tmp_path / "run"
+    start = time.monotonic()
+    printed = quickstart("--data", verses, "--out", out, "--minutes", 2)
+    taken = time.monotonic() - start
+    assert "first leg" in printed and "second leg" in printed
+    first, last = map(int, (out / "training/plan").read_text().split())
+    assert 0 < first < max(updates(out / "training/falling")) <= last
+    assert taken < 180
+
+
+def write(folder, name, text):
+    (folder / name).write_text(text)
+
+
+def unreadable(folder):
+    (folder / "valid.es").write_bytes(b"\xff\xfe\xfa\n" * 10)
+
+
+@pytest.mark.parametrize(
+    "damage, expected",
+    [
+        (lambda v: (v / "test.en").unlink(), "test.en: no such file"),
+        (lambda v: (v / "train.en.gz").unlink(), "train.en: no such file"),
+        (lambda v: [path.unlink() for path in v.iterdir()], "train.es: no such file"),
+        (lambda v: write(v, "train.es", ""), "train.es: empty"),
+        (lambda v: write(v, "test.en", "\n" * TEST_VERSES), "test.en: empty"),
+        (lambda v: write(v, "valid.es", "Uno.\n\nTres.\n"), "valid.es: line 2 is empty"),
+        (lambda v: write(v, "valid.es", "Uno.\n"), "in valid.es as in valid.en, got 1 and 10"),
+        (unreadable, "valid.es: not readable as UTF-8"),
+        (lambda v: write(v, "train.en.gz", "no gzip"), "train.en.gz: not readable"),
+    ],
+)
+def test_a_corpus_that_cannot_be_used(verses, tmp_path, damage, expected):
+    damage(verses)
+    out = tmp_path / "run"
+    assert expected in refusal("--data", verses, "--out", out)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--minutes", "0"],
+        ["--minutes", "1.5"],
+        ["--minutes", "-5"],
+        ["--minutes", "ten"],
+        ["--minutes", "1e3"],
+        ["--minutes"],
+        ["--updates", "0"],
+        ["--updates", "2.5"],
+        ["--updates", ""],
+        ["--target-lang", "fr"],
+        ["--target-lang", "es"],
+        ["--fast"],
+        ["50"],
+    ],
+)
+def test_options_that_cannot_be_used(tmp_path, arguments):
+    out = tmp_path / "run"
+    line = refusal("--out", out, *arguments)
+    assert "expected" in line or "no such" in line
+    assert not out.exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis").write_text("")
+    assert "not of a quick start" in refusal("--out", tmp_path, "--restart")
+    assert "expected a folder" in refusal("--out", tmp_path / "thesis")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis"]
+
+
+def test_two_runs_at_once_in_one_folder(tmp_path):
+    (tmp_path / "settings").write_text("")
+    with open(tmp_path / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "another quick start is running" in refusal("--out", tmp_path)
+
+
+def test_help():
+    printed = quickstart("--help")
+    for option in ("--minutes", "--updates", "--cpu", "--out", "--restart", "--data"):
+        assert option in printed
+
+
+def test_a_missing_translation_is_an_error_and_no_lower_score(tmp_path):
+    (tmp_path / "source").write_text("uno\ndos\n")
+    (tmp_path / "reference").write_text("one\ntwo\n")
+    generated = tmp_path / "generated"
+    show = [
+        sys.executable, ROOT / "scripts/show_translations.py", generated,
+        "--source", tmp_path / "source", "--reference", tmp_path / "reference",
+    ]  # fmt: skip
+    generated.write_text("S-1\tdos\nH-1\t-0.5\ttwo\nD-1\t-0.5\ttwo\n")
+    done = subprocess.run(show, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "got 1 for 2 sources and 2 references" in done.stderr
+    # Order does not matter, and a translation may be empty.
+    generated.write_text("D-1\t-0.5\ttwo\nD-0\t-0.5\t\n")
+    done = subprocess.run(show, capture_output=True, text=True, check=True)
+    assert "reference   two\ntranslation two\n" in done.stdout
