@@ -24,20 +24,14 @@ _SLAB = 256
 
 def forward(x, offset_left, offset_right, max_left, max_right):
     """The output (T, B, C) in x's dtype, for contiguous, validated arguments on the CPU."""
-    T, B, C = x.shape
     H = offset_left.shape[2]
-    u_left, u_right, reach_left, reach_right = _reaches(
-        offset_left, offset_right, max_left, max_right, T
-    )
+    reaches = _reaches(offset_left, offset_right, max_left, max_right, x.shape[0])
     rows = _arithmetic(x)
     out = torch.empty_like(rows)
     _run(
         _forward_kernel,
         _heads(rows, H),
-        u_left,
-        u_right,
-        reach_left,
-        reach_right,
+        *reaches,
         1.0 / (max_left + max_right + 1),
         _heads(out, H),
     )
@@ -49,11 +43,9 @@ def backward(dout, x, offset_left, offset_right, max_left, max_right):
 
     ``d_offset_right`` is None where ``offset_right`` is.
     """
-    T, B, C = x.shape
+    T, B, _ = x.shape
     H = offset_left.shape[2]
-    u_left, u_right, reach_left, reach_right = _reaches(
-        offset_left, offset_right, max_left, max_right, T
-    )
+    reaches = _reaches(offset_left, offset_right, max_left, max_right, T)
     rows = _arithmetic(x)
     dx = torch.empty_like(rows)
     d_left = torch.empty(T, B, H, dtype=rows.dtype)
@@ -61,10 +53,7 @@ def backward(dout, x, offset_left, offset_right, max_left, max_right):
     _run(
         _backward_kernel,
         _heads(rows, H),
-        u_left,
-        u_right,
-        reach_left,
-        reach_right,
+        *reaches,
         1.0 / (max_left + max_right + 1),
         _heads(_arithmetic(dout), H),
         max_left,
@@ -235,8 +224,19 @@ def _backward_kernel(
         h1 = min(h0 + group, H)
         ring[:, :] = 0.0
         total = np.zeros((h1 - h0) * R)
+        near = np.empty((mask + 1, (h1 - h0) * R), x.dtype)
+        k = max(begin - reach_left - 1, 0)  # the next row of x to bring near
         j = begin  # the next row of dx to write
         for t in range(max(begin - reach_right - 1, 0), min(end + reach_left, T)):
+            # Windows end at scattered rows of x: fetch rows in order, as memory likes it.
+            while k < min(min(t, end - 1) + 2 + reach_right, T):
+                for h in range(h0, h1):
+                    lo = (h - h0) * R
+                    row = x[k, b, h]
+                    copy = near[k & mask, lo : lo + R]
+                    for r in range(R):
+                        copy[r] = row[r]
+                k += 1
             for h in range(h0, h1):
                 lo = (h - h0) * R
                 g = dout[t, b, h]
@@ -251,7 +251,7 @@ def _backward_kernel(
                     f_left = u - n
                     left = t - n
                     if f_left > 0 and begin <= t < end:
-                        gradient = _dot(g, x[left - 1, b, h]) * max_left * scale
+                        gradient = _dot(g, near[(left - 1) & mask, lo : lo + R]) * max_left * scale
                 if begin <= t < end:
                     d_left[t, b, h] = gradient
 
@@ -269,7 +269,7 @@ def _backward_kernel(
                         f_right = u - n
                         right = t + 1 + n
                         if f_right > 0 and begin <= t < end:
-                            gradient = _dot(g, x[right, b, h]) * max_right * scale
+                            gradient = _dot(g, near[right & mask, lo : lo + R]) * max_right * scale
                     if begin <= t < end:
                         d_right[t, b, h] = gradient
 

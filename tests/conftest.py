@@ -11,6 +11,9 @@ import torch
 
 from talk_fairseq import cpu_backend
 
+# Most models here are too small for threads; test_operator.py uses two.
+torch.set_num_threads(1)
+
 
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():

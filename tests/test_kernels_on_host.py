@@ -54,7 +54,7 @@ class Host:
         self.launched.append(name)
         code = library().launch(
             getattr(library(), name),
-            ctypes.c_void_p(problem.reshape(1).ctypes.data),
+            ctypes.c_void_p(problem.ctypes.data),
             blocks, threads, ctypes.c_size_t(shared), self.seed,
         )  # fmt: skip
         assert code == 0, (name, ("", "a deadlock", "past the shared memory")[code])
@@ -132,17 +132,25 @@ def test_windows(windows, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("T", [1, 3, 17, 300])
-def test_large_windows(T, causal, dtype):
-    host = Host()
+def test_windows_too_large_for_shared_memory(T, causal, dtype):
+    host = Host(shared_memory=0)
     arguments = example(T, 1 if T > 100 else 3, 3, 4, dtype, causal=causal)
-    check(host, arguments, 1000, 0 if causal else 900)
+    check(host, arguments, 200, 0 if causal else 100)
     assert any("gather" in name for name in host.launched)
     assert any("walk" in name for name in host.launched)
 
 
 @pytest.mark.parametrize("R", [1, 3, 64, 200])
-def test_large_windows_channels_of_a_head(R):
-    check(Host(), example(35, 1, 3, R), 700, 700)
+def test_large_windows_and_channels_of_a_head(R):
+    check(Host(shared_memory=0), example(35, 1, 3, R), 20, 20)
+
+
+@pytest.mark.parametrize("T", [35, 460])
+def test_large_windows_take_one_tile_or_global_memory(T):
+    host = Host()
+    check(host, example(T, 1, 1, 4), 1000, 900)
+    assert any("gather" in name for name in host.launched) == (T > 448)
+    assert any("walk" in name for name in host.launched) == (T > 256)
 
 
 @pytest.mark.parametrize("shared_memory", [48 * 1024, SHARED_MEMORY])
@@ -154,27 +162,27 @@ def test_tiles(dtype, shared_memory):
     assert any("reach" in name for name in host.launched)
 
 
-@pytest.mark.parametrize("windows", [(5, 6), (1000, 900)])
-def test_huge_and_infinite_offsets_reach_the_edges(windows):
+@pytest.mark.parametrize("shared_memory", [0, SHARED_MEMORY])
+def test_huge_and_infinite_offsets_reach_the_edges(shared_memory):
     dout, x, left, right = example(300, 1, 3, 4)
     left[::7], right[::5] = 1e30, 3000
-    host = Host()
-    check(host, (dout, x, left, right), *windows)
-    finite = host.forward(x, left, right, *windows)
+    host = Host(shared_memory=shared_memory)
+    check(host, (dout, x, left, right), 5, 6)
+    finite = host.forward(x, left, right, 5, 6)
     left[::7] = math.inf
-    assert torch.equal(finite, host.forward(x, left, right, *windows))
+    assert torch.equal(finite, host.forward(x, left, right, 5, 6))
 
 
-@pytest.mark.parametrize("windows", [(5, 6), (1000, 900)])
+@pytest.mark.parametrize("shared_memory", [0, SHARED_MEMORY])
 @pytest.mark.parametrize("value", [-0.25, -math.inf, math.nan])
-def test_negative_and_nan_offsets_give_nan(value, windows):
+def test_negative_and_nan_offsets_give_nan(value, shared_memory):
     dout, x, left, right = example(33, 2, 2, 4)
     left[7, 0, 1] = right[0, 1, 0] = right[32, 1, 1] = left[0, 0, 0] = value
-    host = Host()
-    out = host.forward(x, left, right, *windows).view(33, 2, 2, 4)
+    host = Host(shared_memory=shared_memory)
+    out = host.forward(x, left, right, 5, 6).view(33, 2, 2, 4)
     bad = (left.isnan() | right.isnan() | (left < 0) | (right < 0)).unsqueeze(-1).expand_as(out)
     assert torch.equal(out.isnan(), bad)
-    dx, d_left, d_right = host.backward(dout, x, left, right, *windows)
+    dx, d_left, d_right = host.backward(dout, x, left, right, 5, 6)
     assert torch.equal(dx.view_as(out).isnan(), bad)
     assert torch.equal(d_left.isnan(), left.isnan() | (left < 0))
     assert torch.equal(d_right.isnan(), right.isnan() | (right < 0))
@@ -189,30 +197,42 @@ def test_error_does_not_grow_with_length(windows):
     assert ((out - exact).norm() / exact.norm()).item() < 1e-6
 
 
-@pytest.mark.parametrize("windows", [(31, 31), (1000, 900)])
+@pytest.mark.parametrize("shared_memory", [0, SHARED_MEMORY])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_order_of_threads_does_not_matter(dtype, windows):
+def test_order_of_threads_does_not_matter(dtype, shared_memory):
     dout, *inputs = example(300, 1, 2, 12, dtype, torch.float32, high=1.5)
     results = [
-        (host.forward(*inputs, *windows), *host.backward(dout, *inputs, *windows))
-        for host in (Host(seed) for seed in (1, 2, 3))
+        (host.forward(*inputs, 31, 31), *host.backward(dout, *inputs, 31, 31))
+        for host in (Host(seed, shared_memory) for seed in (1, 2, 3))
     ]
     for result in results[1:]:
         assert all(map(torch.equal, result, results[0]))
 
 
-@pytest.mark.parametrize("windows", [(31, 31), (1000, 900)])
+@pytest.mark.parametrize("shared_memory", [0, SHARED_MEMORY])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_sentence_does_not_depend_on_its_batch(dtype, windows):
-    batch = example(70, 3, 3, 8, dtype)
-    alone = [tensor[:, 1:2].contiguous() for tensor in batch]
-    host = Host()
-    dout, *inputs = batch
-    together = (host.forward(*inputs, *windows), *host.backward(dout, *inputs, *windows))
-    dout, *inputs = alone
-    single = (host.forward(*inputs, *windows), *host.backward(dout, *inputs, *windows))
-    for one, many in zip(single, together):
-        assert torch.equal(one, many[:, 1:2])
+def test_a_sentence_does_not_depend_on_its_batch(dtype, shared_memory):
+    """Alone, or in a batch and behind padding: the same bits."""
+    T, rows = 300, slice(1, 2)
+    dout, x, left, right = (tensor[:T] for tensor in example(T, 3, 2, 8, dtype))
+    longer = torch.zeros(T + 77, 3, 16, dtype=dtype)
+    padded_dout, padded_x = longer.clone(), longer.clone()
+    padded_dout[:T], padded_x[:T] = dout, x
+    padded_left, padded_right = longer[..., :2].clone(), longer[..., 2:4].clone()
+    padded_left[:T], padded_right[:T] = left, right
+    host = Host(shared_memory=shared_memory)
+
+    def run(dout, *inputs):
+        inputs = [tensor.contiguous() for tensor in inputs]
+        return (
+            host.forward(*inputs, 31, 31),
+            *host.backward(dout.contiguous(), *inputs, 31, 31),
+        )
+
+    batch = run(padded_dout, padded_x, padded_left, padded_right)
+    alone = run(*(tensor[:, rows] for tensor in (dout, x, left, right)))
+    for many, one in zip(batch, alone):
+        assert torch.equal(many[:T, rows], one)
 
 
 def test_misaligned_rows_take_the_scalar_path():

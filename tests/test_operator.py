@@ -48,6 +48,13 @@ def gradients(function, dout, x, offset_left, offset_right, max_left, max_right)
     return (*torch.autograd.grad(out, inputs, dout), None)[:3]
 
 
+@pytest.fixture(autouse=True)
+def two_threads():
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch):
     monkeypatch.setenv("TALK_CONV_BACKEND", request.param)

@@ -1,0 +1,365 @@
+"""What is mended in fairseq 0.12.3 for today's Python, torch and numpy.
+
+fairseq has had no release since 2022. Importing this module repairs what a user of
+its commands meets: each function below is one mend, and its docstring says what
+breaks without it. ``--user-dir`` imports it before any checkpoint or data set is
+read. Files are always loaded with ``weights_only=True``.
+
+Out of reach, because fairseq imports no user directory there, or too late:
+
+- ``fairseq-score --sacrebleu`` and ``--sentence-bleu`` raise TypeError with
+  sacrebleu 2: score with the ``sacrebleu`` command. Plain ``fairseq-score`` works.
+- ``fairseq-preprocess`` without ``--user-dir`` (see `check_corpora_first`).
+- ``fairseq-hydra-train`` under torchrun on a CPU: the process group is set up before
+  the user directory is imported. Pass ``--distributed-init-method env://`` and the
+  rank by hand.
+"""
+
+import argparse
+import functools
+import os
+import re
+import sys
+import types
+
+import fairseq.checkpoint_utils
+import fairseq.data.data_utils
+import fairseq.data.language_pair_dataset
+import fairseq.data.token_block_dataset
+import fairseq.distributed.utils
+import fairseq.models.distributed_fairseq_model
+import fairseq.modules.dynamic_crf_layer
+import fairseq.options
+import fairseq.search
+import fairseq.trainer
+import fairseq.utils
+import numpy as np
+import torch
+
+
+def mends(owner, name):
+    """Replace ``owner.name`` by the decorated function, which is given the original first.
+
+    The original stays at ``owner.name.__wrapped__``. What is mended already is left alone,
+    so this module may be imported twice. Raises AttributeError where fairseq has lost the name.
+    """
+
+    def mend(function):
+        original = getattr(owner, name, None)
+        if original is None:
+            raise AttributeError(f"expected {owner.__name__}.{name} in fairseq, got none")
+        if not hasattr(original, "mended_by"):
+
+            @functools.wraps(original, updated=())
+            def mended(*args, **kwargs):
+                return function(original, *args, **kwargs)
+
+            mended.mended_by = function.__name__
+            setattr(owner, name, mended)
+        return function
+
+    return mend
+
+
+class Overlay(types.ModuleType):
+    """A module as one other module sees it: some names are ours, the rest is the original's."""
+
+    def __init__(self, module, **names):
+        super().__init__(module.__name__)
+        self.__dict__.update(names, __wrapped__=module)
+
+    def __getattr__(self, name):
+        return getattr(self.__wrapped__, name)
+
+
+def overlay(owner, module, **names):
+    """Let ``owner`` see ``module`` with these names replaced; ``module`` itself is not touched.
+
+    Raises AttributeError where ``owner`` no longer imports ``module`` under the usual name.
+    """
+    alias = {"numpy": "np"}.get(module.__name__, module.__name__)
+    seen = getattr(owner, alias, None)
+    if seen is None:
+        raise AttributeError(f"expected {owner.__name__}.{alias} in fairseq, got none")
+    if seen is module:
+        setattr(owner, alias, Overlay(module, **names))
+
+
+# Checkpoints
+
+
+def allow_checkpoint_types():
+    """torch >= 2.6 reads files with ``weights_only=True`` and refuses every checkpoint of fairseq.
+
+    Seen: ``UnpicklingError: Unsupported global: argparse.Namespace`` (the model's options);
+    numpy's scalars (the metrics of ``--eval-bleu``); ``_TensorPlaceholder`` (optimizer states
+    saved after being broadcast). These hold data and run no code, so they are allowed.
+    """
+    try:
+        from numpy._core import multiarray  # numpy 2
+    except ImportError:
+        from numpy.core import multiarray
+    # A pickle names the module of the numpy that wrote it.
+    scalars = [
+        (function, f"numpy.{core}.multiarray.{name}")
+        for core in ("core", "_core")
+        for name, function in (
+            ("scalar", multiarray.scalar),
+            ("_reconstruct", multiarray._reconstruct),
+        )
+    ]
+    dtypes = {type(np.dtype(code)) for code in np.typecodes["AllInteger"] + "?efdg"}
+    torch.serialization.add_safe_globals(
+        [
+            argparse.Namespace,
+            fairseq.distributed.utils._TensorPlaceholder,
+            np.ndarray,
+            np.dtype,
+            *scalars,
+            *dtypes,
+        ]
+    )
+
+
+def read_checkpoint(file, map_location="cpu"):
+    """Read the checkpoint ``file`` (a path or an open file) without running code from it.
+
+    Returns the saved dictionary. Raises ValueError that names the file if it is truncated,
+    is no checkpoint of fairseq, or holds types that are not on the list of safe ones;
+    OSError if it cannot be opened.
+    """
+    if isinstance(file, (str, os.PathLike)):
+        with open(file, "rb") as opened:
+            return read_checkpoint(opened, map_location)
+    path = getattr(file, "name", file)
+    try:
+        state = torch.load(file, map_location=map_location, weights_only=True)
+    except Exception as error:  # a truncated file has raised ten kinds of them
+        unsafe = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+        got = f"the unsafe type {unsafe[1]}" if unsafe else "a truncated or foreign file"
+        cause = type(error).__name__ + ": " + str(error).partition("\n")[0]
+        raise ValueError(
+            f"expected a checkpoint of fairseq in {path}, got {got} ({cause[:100]})"
+        ) from None
+    if not isinstance(state, dict) or "model" not in state:
+        held = f"the keys {list(state)[:5]}" if isinstance(state, dict) else type(state).__name__
+        raise ValueError(f"expected a checkpoint of fairseq in {path}, got {held}")
+    return state
+
+
+def name_bad_checkpoints():
+    """A truncated or foreign checkpoint fails with an error that names no file.
+
+    Seen: ``OSError: Invalid argument``, pickle's ``Unsupported operand``, zip's ``failed finding
+    central directory``, ``KeyError: 'best_loss'``. `read_checkpoint` names it.
+    """
+
+    def load(file, map_location="cpu", **_):  # other fairseqs ask for weights_only=False
+        return read_checkpoint(file, map_location)
+
+    overlay(fairseq.checkpoint_utils, torch, load=load)
+
+
+def trust_own_job():
+    """Resuming in several processes: the other ranks refuse what rank 0 sends them.
+
+    Seen: the "Unsupported global" of above, in ``_broadcast_object_slow``, on bytes that
+    come from this very job and hold whatever the trainer holds. They are unpickled fully;
+    this module of fairseq reads no files.
+    """
+    overlay(
+        fairseq.distributed.utils, torch, load=functools.partial(torch.load, weights_only=False)
+    )
+
+
+# Data
+
+
+@mends(fairseq.data.data_utils, "batch_by_size")
+def keep_last_batch(original, indices, *args, **kwargs):
+    """fairseq drops a last batch whose size is no multiple of 8, without a word.
+
+    Since December 2022, in training, validation and generation alike: 40 of 43 sentences are
+    translated, and a data set of fewer than 8 is "empty". Batches follow the order of
+    ``indices``, so what is lost is a tail. No indices at all are an IndexError in fairseq;
+    here a ValueError that says so.
+    """
+    if not isinstance(indices, np.ndarray):
+        indices = np.fromiter(indices, dtype=np.int64)
+    try:
+        batches = list(original(indices, *args, **kwargs))
+    except IndexError:
+        if len(indices) > 0:
+            raise
+        raise ValueError(
+            "expected sentences to batch, got none: the data set is empty, "
+            "or every sentence is over the maximum length"
+        ) from None
+    kept = sum(len(batch) for batch in batches)
+    return batches + [indices[kept:]] if kept < len(indices) else batches
+
+
+def old_numpy_names():
+    """``np.float``, ``np.compat.long`` and ``percentile(interpolation=)`` are gone in numpy 2.
+
+    Seen in ``--sample-break-mode eos``, ``--num-batch-buckets`` and the CRF layer. Only the four
+    modules of fairseq that use the names get them back. (``np.int`` is left: only the masking of
+    audio without overlap uses it, which calls a ``Generator.randint`` that never was.)
+    """
+
+    def percentile(*args, interpolation="linear", **kwargs):
+        return np.percentile(*args, **{"method": interpolation, **kwargs})
+
+    for module in (
+        fairseq.data.data_utils,
+        fairseq.data.language_pair_dataset,
+        fairseq.data.token_block_dataset,
+        fairseq.modules.dynamic_crf_layer,
+    ):
+        overlay(
+            module,
+            np,
+            float=float,
+            compat=types.SimpleNamespace(long=np.int64),
+            percentile=percentile,
+        )
+
+
+def check_corpora_first(original, args):
+    """``fairseq-preprocess`` finds a missing file last and a one-sided corpus never.
+
+    Seen: FileNotFoundError after the training set has been written; lines that do not match
+    fail in training. Here, with ``--user-dir``, nothing is written before all files are
+    there (FileNotFoundError) and have as many lines in both languages (ValueError).
+    """
+    languages = [args.source_lang] + ([] if args.only_source else [args.target_lang])
+    prefixes = [args.trainpref] if args.trainpref else []
+    if not args.dict_only:
+        for some in (args.validpref, args.testpref):
+            prefixes += some.split(",") if some else []
+    for prefix in prefixes:
+        lines = {}
+        for language in languages:
+            path = f"{prefix}.{language}" if language else prefix
+            with open(path, encoding="utf-8") as file:
+                lines[path] = sum(1 for _ in file)
+        if len(set(lines.values())) > 1:
+            raise ValueError(f"expected as many lines in both languages, got {lines}")
+    return original(args)
+
+
+def score_something(original, *args, **kwargs):
+    """``fairseq-eval-lm`` that scores no token prints a perplexity of 1.00 and exits with 0.
+
+    Seen without the ``--tokens-per-sample`` of training, which is then 1024: every block is
+    over the model's maximum and skipped. Raises ValueError instead.
+    """
+    results = original(*args, **kwargs)
+    if results["loss"] == 0:
+        raise ValueError(
+            "expected tokens to score, got none: give --tokens-per-sample as in training"
+        )
+    return results
+
+
+# Models
+
+
+@mends(fairseq.utils, "get_activation_fn")
+def swish_is_a_function(original, activation):
+    """``swish`` gives the class ``torch.nn.SiLU``: the first forward raises TypeError.
+
+    For configs and architectures that name it: the flags of fairseq's own models do not offer it.
+    ``ConformerLayer`` wants the class; it has imported the original by name and keeps it.
+    """
+    function = original(activation)
+    return torch.nn.functional.silu if function is torch.nn.SiLU else function
+
+
+@mends(fairseq.search.DiverseBeamSearch, "step")
+def diverse_beam_counts_rows(
+    original, self, step, lprobs, scores, prev_output_tokens=None, original_batch_idxs=None
+):
+    """``--diverse-beam-groups`` looks up rows of the batch by the sentences' numbers.
+
+    Seen: IndexError where a number exceeds the batch; where none does, the penalties of another
+    sentence. The first step has all sentences, which tells the row of each.
+    """
+    if step == 0:
+        self.first_batch_idxs = original_batch_idxs
+    elif original_batch_idxs is not None:
+        same = original_batch_idxs.unsqueeze(1).eq(self.first_batch_idxs)
+        original_batch_idxs = same.int().argmax(dim=1)
+    return original(self, step, lprobs, scores, prev_output_tokens, original_batch_idxs)
+
+
+# Training without a GPU
+
+
+@mends(fairseq.options, "parse_args_and_arch")
+def bf16_is_no_tpu(original, *args, **kwargs):
+    """The flag ``--bf16`` switches on ``--tpu``, on a GPU too.
+
+    Seen: ``'NoneType' object has no attribute 'xla_device'`` (YAML files do not have this).
+    Without torch_xla there is no TPU.
+    """
+    parsed = original(*args, **kwargs)
+    options = parsed[0] if isinstance(parsed, tuple) else parsed
+    if getattr(options, "bf16", False) and fairseq.distributed.utils.xm is None:
+        options.tpu = False
+    return parsed
+
+
+@mends(fairseq.trainer.Trainer, "__init__")
+def fp16_needs_a_gpu(original, self, cfg, *args, **kwargs):
+    """``--fp16`` on a CPU fails in the optimizer: ``Torch not compiled with CUDA enabled``.
+
+    Raises ValueError before. ``--bf16``, ``--memory-efficient-fp16`` and ``--amp`` run.
+    """
+    common = getattr(cfg, "common", cfg)  # old scripts pass a flat Namespace
+    on_cpu = common.cpu or not torch.cuda.is_available()
+    if on_cpu and common.fp16 and not common.memory_efficient_fp16:
+        raise ValueError("expected a GPU for --fp16, got a CPU: use --bf16, --amp or neither")
+    return original(self, cfg, *args, **kwargs)
+
+
+@mends(fairseq.distributed.utils, "infer_init_method")
+def join_torchrun(original, cfg, *args, **kwargs):
+    """``torchrun fairseq-train`` without a GPU runs independent jobs that share one folder.
+
+    fairseq takes the number of GPUs, at least 1, for the number of processes, and never looks at
+    torchrun's variables. Without a GPU they are used, with the gloo backend.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if (
+        torch.cuda.is_available()
+        or processes == 1
+        or "MASTER_ADDR" not in os.environ
+        or cfg.distributed_init_method is not None
+    ):
+        return original(cfg, *args, **kwargs)
+    cfg.distributed_init_method = "env://"
+    cfg.distributed_world_size = processes
+    cfg.distributed_rank = int(os.environ["RANK"])
+    cfg.distributed_backend = "gloo"
+    cfg.distributed_no_spawn = True
+    cfg.device_id = 0
+
+
+@mends(fairseq.models.distributed_fairseq_model, "DistributedDataParallel")
+def no_devices_on_a_cpu(original, module, device_ids=None, output_device=None, **kwargs):
+    """torch's DistributedDataParallel takes no device ids for a module on a CPU (ValueError)."""
+    if all(parameter.device.type == "cpu" for parameter in module.parameters()):
+        device_ids = output_device = None
+    return original(module, device_ids=device_ids, output_device=output_device, **kwargs)
+
+
+allow_checkpoint_types()
+name_bad_checkpoints()
+trust_own_job()
+old_numpy_names()
+# The commands are mended only where they run: importing them sets up logging.
+if "fairseq_cli.preprocess" in sys.modules:
+    mends(sys.modules["fairseq_cli.preprocess"], "main")(check_corpora_first)
+if "fairseq_cli.eval_lm" in sys.modules:
+    mends(sys.modules["fairseq_cli.eval_lm"], "eval_lm")(score_something)
