@@ -21,6 +21,7 @@ import os
 import re
 import sys
 import types
+import warnings
 
 import fairseq.checkpoint_utils
 import fairseq.data.data_utils
@@ -354,6 +355,13 @@ def no_devices_on_a_cpu(original, module, device_ids=None, output_device=None, *
     return original(module, device_ids=device_ids, output_device=output_device, **kwargs)
 
 
+def quiet_hydra():
+    """Each command prints a screenful about how fairseq calls hydra 1.3, which works."""
+    warnings.filterwarnings("ignore", category=UserWarning, module="hydra")
+    warnings.filterwarnings("ignore", message="\n'config' is validated against ConfigStore")
+
+
+quiet_hydra()
 allow_checkpoint_types()
 name_bad_checkpoints()
 trust_own_job()

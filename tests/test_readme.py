@@ -1,0 +1,52 @@
+"""What the README tells people to type works: Python, commands, and the files it names."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", TEXT, re.M | re.S)
+
+
+def test_python():
+    """One after the other, as a reader would paste them."""
+    code = "".join(text for language, text in BLOCKS if language == "python")
+    exec(compile(code, "README.md", "exec"), {})
+
+
+@pytest.mark.slow
+def test_commands(corpus, tmp_path):
+    """Each command, on a small corpus and for one epoch; the two scripts have their own tests."""
+    pytest.importorskip("fairseq")
+    (tmp_path / "quickstart").mkdir()
+    (tmp_path / "quickstart/binarised").symlink_to(corpus)
+    for name in ("talk_fairseq", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    ran = 0
+    for language, text in BLOCKS:
+        if language != "bash":
+            continue
+        for command in text.replace("\\\n", " ").strip().splitlines():
+            if not command or command.startswith(("scripts/", "source .venv")):
+                continue
+            if command.startswith("fairseq-train"):
+                command += " --max-epoch 1 --log-format none"
+            if command.startswith("fairseq-generate"):
+                command += " --max-len-b 5"
+            command = command.replace("--last-epochs 10", "--last-epochs 1")
+            path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+            subprocess.run(
+                command, shell=True, check=True, cwd=tmp_path, env={**os.environ, "PATH": path}
+            )
+            ran += 1
+    assert ran == 3
+
+
+def test_files_and_scripts_exist():
+    for name in re.findall(r"\]\((?!http)([^)]+)\)", TEXT) + re.findall(r"scripts/\w+\.sh", TEXT):
+        assert (ROOT / name).exists(), name
