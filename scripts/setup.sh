@@ -7,7 +7,7 @@ usage() {
     cat <<'USAGE'
 usage: scripts/setup.sh [cuda12|cuda13]
 
-  cuda12, cuda13   also install CuPy for that CUDA version, and PyTorch built for it
+  cuda12, cuda13   also install CuPy for the CUDA version that PyTorch was built for
 
 The Python is $PYTHON, or the first of python3.11, python3.12, python3 that is 3.11 or 3.12.
 USAGE
@@ -71,5 +71,11 @@ WHEELS
 pip install --constraint constraints.txt --editable ".[$extras]"
 pip check ||
     fail ".venv holds packages that do not fit together; remove .venv and run this again"
+if [[ "$extras" =~ cuda([0-9]+) ]]; then
+    built_for=$(.venv/bin/python -c 'import torch; print((torch.version.cuda or "no").split(".")[0])')
+    [[ "$built_for" == "${BASH_REMATCH[1]}" ]] ||
+        echo "setup.sh: this PyTorch is built for CUDA $built_for, so ${BASH_REMATCH[0]} will not" \
+            "work with it: choose the same version for both" >&2
+fi
 printf '%s\n' "$wanted" >"$stamp"
 echo "setup.sh: ready" >&2
