@@ -8,6 +8,8 @@ models; the operator needs neither fairseq nor CuPy.
 """
 
 import importlib.util
+import logging
+import warnings
 
 from talk_fairseq.modules import TaLKConv, TaLKConvUnit
 from talk_fairseq.operator import talk_conv
@@ -16,16 +18,26 @@ from talk_fairseq.reference import talk_conv_reference
 __all__ = ["TaLKConv", "TaLKConvUnit", "talk_conv", "talk_conv_reference"]
 __version__ = "0.1.0"
 
-if importlib.util.find_spec("fairseq") is not None:
+
+
+def _register_with_fairseq():
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
     try:
         import fairseq  # noqa: F401
     except Exception as error:  # whatever a broken installation raises
-        import warnings
-
         warnings.warn(
             f"fairseq is installed but cannot be imported, so its plugin is off: {error!r}",
-            stacklevel=2,
+            stacklevel=3,
         )
-    else:
-        from talk_fairseq import compat  # noqa: F401
-        from talk_fairseq.models import talkconv  # noqa: F401
+        return
+    from talk_fairseq import compat  # noqa: F401
+    from talk_fairseq.models import talkconv  # noqa: F401
+
+    # One of fairseq's tasks sets up logging when it is imported; that is up to the program.
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+if importlib.util.find_spec("fairseq") is not None:
+    _register_with_fairseq()

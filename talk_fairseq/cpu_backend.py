@@ -124,7 +124,10 @@ def _run(kernel, x, u_left, u_right, reach_left, reach_right, scale, *arguments)
             chunk, group, ring[index], index, tasks, threads,
         )  # fmt: skip
 
-    others = [_pool(os.getpid(), threads).submit(share, i) for i in range(1, threads)]
+    others = []
+    if threads > 1:
+        pool = _pool(os.getpid(), torch.get_num_threads())
+        others = [pool.submit(share, index) for index in range(1, threads)]
     share(0)
     for other in others:
         other.result()
