@@ -1,0 +1,126 @@
+"""What only a GPU can show: streams, graphs, devices, memory, sizes beyond 2^31 elements.
+
+That the kernels are right on a GPU is in test_operator.py, with the other backends. Under
+compute-sanitizer, one tool at a time:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \\
+        python -m pytest tests/test_operator.py -k 'cuda and oracle'
+
+and likewise with ``--tool racecheck`` and ``--tool initcheck``.
+"""
+
+import statistics
+
+import oracle
+import pytest
+import torch
+from test_operator import arguments, gradients
+
+from talk_fairseq import talk_conv
+
+pytestmark = pytest.mark.cuda
+
+
+def on_gpu(*values, device="cuda"):
+    return tuple(v.to(device) if torch.is_tensor(v) else v for v in values)
+
+
+@pytest.mark.parametrize("dtype", list(oracle.TOLERANCE), ids=str)
+@pytest.mark.parametrize("window", [(31, 31), (5000, 0)], ids=str)
+def test_same_bits_in_100_runs(dtype, window):
+    args = on_gpu(*arguments(2000, 3, 128, 4, *window, dtype))
+    dout = torch.randn_like(args[0])
+    first = [talk_conv(*args), *gradients(talk_conv, dout, *args)[: 3 if window[1] else 2]]
+    for _ in range(100):
+        again = [talk_conv(*args), *gradients(talk_conv, dout, *args)[: 3 if window[1] else 2]]
+        assert all(map(torch.equal, again, first))
+
+
+def test_on_a_stream_of_its_own():
+    """The launch follows the current stream: it waits for what that stream does before."""
+    x, *rest = on_gpu(*arguments(500, 2, 64, 4, 31, 31))
+    expected = talk_conv(x * 2, *rest)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        late = torch.zeros_like(x)
+        torch.cuda._sleep(100_000_000)
+        late.copy_(x * 2)
+        out = talk_conv(late, *rest)
+    stream.synchronize()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_on_a_device_that_is_not_current():
+    args = arguments(100, 2, 64, 4, 31, 31)
+    first, second = talk_conv(*on_gpu(*args)), talk_conv(*on_gpu(*args, device="cuda:1"))
+    assert second.device.index == 1 and torch.equal(first.cpu(), second.cpu())
+
+
+@pytest.mark.parametrize("window", [(31, 31), (5000, 0)], ids=str)
+def test_graph_capture(window):
+    x, left, right, *window = on_gpu(*arguments(300, 2, 64, 4, *window))
+    inputs = [t.clone().requires_grad_() for t in (x, left, right) if t is not None]
+
+    def step():
+        out = talk_conv(inputs[0], inputs[1], inputs[2] if len(inputs) == 3 else None, *window)
+        return out, *torch.autograd.grad(out.square().sum(), inputs)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step()
+    with torch.no_grad():
+        inputs[0].add_(1)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(captured, step()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_forward_takes_no_memory_but_its_output(dtype):
+    args = on_gpu(*arguments(1000, 10, 1024, 16, 31, 31, dtype))
+    talk_conv(*args)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = talk_conv(*args)
+    used = torch.cuda.max_memory_allocated() - before
+    held = sum(t.numel() * t.element_size() for t in (*args[:3], out))
+    inputs = held - out.numel() * out.element_size()
+    assert inputs + used <= 1.05 * held
+
+
+def test_more_than_2_to_the_31_elements():
+    """Rows beyond element 2^31 are those of the same rows alone."""
+    T, C, tail = 2**21 + 300, 1024, 200
+    free, _ = torch.cuda.mem_get_info()
+    if free < 5 * T * C * 2:
+        pytest.skip("too little memory")
+    x = torch.randn(1, 1, C, device="cuda", dtype=torch.bfloat16).expand(T, 1, C).contiguous()
+    x[-tail - 31 :] = torch.randn(tail + 31, 1, C, device="cuda", dtype=torch.bfloat16)
+    offset = torch.rand(T, 1, 16, device="cuda")
+    out = talk_conv(x, offset, None, 31, 0)
+    end = slice(T - tail - 31, None)
+    assert torch.equal(out[-tail:], talk_conv(x[end], offset[end], None, 31, 0)[31:])
+
+
+def test_time_does_not_depend_on_the_window():
+    """At T = 100,000 windows of 10, 1,000 and 100,000 within 1.5x of each other."""
+    T, milliseconds = 100_000, []
+    x = torch.randn(T, 1, 1024, device="cuda")
+    offset = torch.rand(T, 1, 16, device="cuda")
+    for max_left in (10, 1000, 100_000):
+        times = []
+        for _ in range(12):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            talk_conv(x, offset, None, max_left, 0)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        milliseconds.append(statistics.median(times[2:]))
+    assert max(milliseconds) <= 1.5 * min(milliseconds), milliseconds
