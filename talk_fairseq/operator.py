@@ -71,8 +71,8 @@ def _validate(x, offset_left, offset_right, max_left, max_right):
     for name, size in (("max_left", max_left), ("max_right", max_right)):
         if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool):
             raise TypeError(f"{name}: expected an int, got {type(size).__name__} {size!r}")
-        if size < 0:
-            raise ValueError(f"{name}: expected a window of at least 0 tokens, got {size}")
+        if not 0 <= size < 2**31:
+            raise ValueError(f"{name}: expected a window of 0 to 2^31 - 1 tokens, got {size}")
     T, B, C = x.shape
     H = offset_left.shape[2]
     if offset_left.shape[:2] != x.shape[:2]:

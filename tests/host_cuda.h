@@ -2,7 +2,8 @@
 //
 // Each thread of a block is a fiber with its own stack. A fiber runs until it reaches a barrier
 // or a warp shuffle, then another one runs, in an order shuffled anew from a seed: a result that
-// depends on the order of threads between two barriers shows as a difference between seeds.
+// depends on the order of threads between two barriers shows as a difference between seeds, and a
+// barrier that is missing as a wrong result.
 // Shared memory starts as NaN in every block, and bytes past what was asked for are watched.
 //
 // A test tool, not a backend. It knows what kernels/talk_conv.cu uses and no more.
@@ -100,9 +101,14 @@ inline bool run_block(unsigned int threads, std::mt19937& random) {
     }
     for (;;) {
         std::shuffle(order.begin(), order.end(), random);
-        for (unsigned int i : order)
-            if (fibers[i]->state == READY) run(i);
+        // Half of the warps rest in each round, so that others get ahead by more than a barrier.
+        const unsigned int resting = random();
         unsigned int done = 0, barrier = 0, ready = 0;
+        for (unsigned int i : order) {
+            if (fibers[i]->state != READY) continue;
+            if (resting >> i / 32 & 1) ++ready;
+            else run(i);
+        }
         for (unsigned int warp = 0; warp < threads; warp += 32) {
             const unsigned int end = std::min(warp + 32, threads);
             unsigned int shuffle = 0;

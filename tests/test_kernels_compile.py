@@ -8,6 +8,7 @@ import shutil
 import subprocess
 
 import pytest
+import torch
 
 from talk_fairseq import cuda_backend
 
@@ -16,28 +17,13 @@ DTYPES = ("float64", "float32", "float16", "bfloat16")
 KERNELS = 15  # of one dtype
 
 
-@pytest.fixture(scope="session")
-def cubins(tmp_path_factory):
-    """Starts nvcc for an architecture at the first request; all of them at once would be heavy."""
-    folder = tmp_path_factory.mktemp("cubins")
-
-    def compile_for(architecture):
-        return subprocess.run(
-            ["nvcc", "-cubin", "-std=c++17", f"-arch=sm_{architecture}", "-Xptxas", "-v"]
-            + ["--split-compile=2", str(cuda_backend.source_path())]
-            + ["-o", str(folder / f"{architecture}.cubin")],
-            capture_output=True,
-            text=True,
-        )
-
-    return compile_for
-
-
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_nvcc(architecture, cubins):
+def test_nvcc(architecture, tmp_path):
     """The plain file, all dtypes; no kernel keeps variables in memory for want of registers."""
-    result = cubins(architecture)
+    command = ["nvcc", "-cubin", "-std=c++17", f"-arch=sm_{architecture}", "-Xptxas", "-v"]
+    command += [cuda_backend.source_path(), "-o", tmp_path / "talk.cubin"]
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     names = re.findall(r"Compiling entry function '(\w+)'", result.stderr)
     assert len(names) == KERNELS * len(DTYPES)
@@ -87,3 +73,20 @@ def test_nvrtc(dtype):
     assert not failed, log.value.decode()
     assert not library.nvrtcGetCUBINSize(program, ctypes.byref(size)) and size.value > 0
     library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def test_without_cupy(monkeypatch):
+    """The import is free of CuPy; the first launch names the extra."""
+    monkeypatch.setattr(cuda_backend, "cupy", None)
+    cuda_backend._check_cupy.cache_clear()
+    with pytest.raises(RuntimeError, match=r"pip install talk-fairseq\[cuda12\]"):
+        cuda_backend.forward(None, None, None, 1, 1)
+
+
+def test_cupy_of_another_cuda(monkeypatch):
+    cupy = pytest.importorskip("cupy")
+    other = 11 if cupy.cuda.runtime.runtimeGetVersion() >= 12000 else 12
+    monkeypatch.setattr(torch.version, "cuda", f"{other}.8")
+    cuda_backend._check_cupy.cache_clear()
+    with pytest.raises(RuntimeError, match=rf"PyTorch is built for CUDA {other}.8 and CuPy for"):
+        cuda_backend.backward(None, None, None, None, 1, 1)

@@ -315,7 +315,8 @@ X, OFFSET = torch.zeros(5, 2, 6), torch.zeros(5, 2, 3)
         ),
         ((X, OFFSET, OFFSET.to("meta"), 1, 1), ValueError, "offset_right: expected device cpu"),
         ((X, OFFSET, None, 1, 1), ValueError, "max_right: expected 0 without offset_right, got 1"),
-        ((X, OFFSET, OFFSET, -1, 1), ValueError, "max_left: expected.*at least 0 tokens, got -1"),
+        ((X, OFFSET, OFFSET, -1, 1), ValueError, "max_left: expected a window of 0.*got -1"),
+        ((X, OFFSET, OFFSET, 2**31, 1), ValueError, "max_left: expected a window of 0 to 2"),
         ((X, OFFSET, OFFSET, 1, 2.0), TypeError, "max_right: expected an int, got float 2.0"),
     ],
 )

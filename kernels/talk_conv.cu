@@ -1,0 +1,907 @@
+// The CUDA kernels of the TaLK operator, forward and backward, for every dtype.
+//
+// One time step, one head: a window with two ends, each of which may cut a token.
+// Sizes T (time), B (batch), C (channels), H (heads), R = C / H; x is (T, B, C) and the offsets
+// are (T, B, H), both contiguous, so a row of one sentence lies B * C elements after the last.
+// With max_left = 4, max_right = 2 (K = 7), t = 5, offset_left = 0.6 and offset_right = 0.25:
+//
+//     u_l = 0.6 * 4 = 2.4 tokens: 2 whole rows and 0.4 of the next     (n_l = 2, f_l = 0.4)
+//     u_r = 0.25 * 2 = 0.5 tokens: no whole row and 0.5 of the next    (n_r = 0, f_r = 0.5)
+//
+//     row       0     1     2     3     4     5     6     7     8
+//     weight    0     0    0.4    1     1     1    0.5    0     0      / 7
+//                          ^^^    ^           ^    ^^^
+//                        lo - 1   lo   ...   hi   hi + 1
+//
+//     out[5] = (0.4 x[2] + x[3] + x[4] + x[5] + 0.5 x[6]) / 7
+//     d_offset_left[5] = 4 / 7 * dout[5] . x[2]      d_offset_right[5] = 2 / 7 * dout[5] . x[6]
+//
+// An end that reaches past the sequence stops at its first or last row and has no fraction.
+// u is formed in double from an offset of at most 53 bits, and t is only ever added to whole
+// rows: an error in u - floor(u) would not depend on t. A negative or NaN offset becomes the
+// window "lo = t + 1 (or hi = t - 1) with a fraction of NaN": row t is then NaN in every formula
+// below, with no case of its own.
+//
+// A block works on one head of one sentence: on a slab of its channels in the forward pass, on all
+// of them in the backward pass. `lanes` threads lie across the channels of a row, N neighbouring
+// channels to a thread, and segments of ROWS rows lie along time:
+//
+//                  lane 0         lane 1      ...
+//     segment 0    thread 0       thread 1    ...    rows 0 ... ROWS - 1 of what the block holds
+//     segment 1    thread lanes   ...                rows ROWS ... 2 ROWS - 1
+//     ...          channels       channels
+//                  0 ... N - 1    N ... 2 N - 1
+//
+// Forward, moderate windows (talk_forward): a block stages its tile of rows and the halo the
+// windows reach, scans it along time, and takes differences at the ends. The scan starts anew in
+// every tile, so its error does not grow with T. Differences of prefix sums lose digits where a
+// window is short and its rows are small; so float32 is scanned in double, and in the dtypes that
+// are scanned in their own precision windows of up to SHORT rows are added up directly. (A value
+// of x that is not finite can spread over its tile, as over any prefix sum.)
+// Forward, large windows: the same with prefix sums in global memory, restarted in every chunk
+// (talk_forward_sums, talk_scan_chunks, talk_forward_gather); its time is free of the windows.
+//
+// Backward: dx is the transpose. Reading rows upwards, dout[t] enters a running sum at row lo and
+// leaves it after row hi, and counts by its fractions at lo - 1 and hi + 1. So the ends are sorted
+// by row (a counting sort on integers, ordered by t within a row: the same bits at every run and
+// no floating-point atomics), once for a head and not for a channel, and each thread walks rows:
+//
+//     row              2           3           4           5           6           7
+//     left ends     0.4 of 5    5 enters
+//     right ends                                                    5 leaves,
+//                                                                   0.5 of 5
+//     running sum      0        dout[5]     dout[5]     dout[5]        0           0
+//     dx * K      0.4 dout[5]   dout[5]     dout[5]     dout[5]   0.5 dout[5]      0
+//
+// Moderate windows: one kernel sorts the ends of its tile and halo in shared memory
+// (talk_backward); ends further away than the halo (offsets above 1) are found through
+// talk_reach and added row by row. Large windows: talk_sort_ends sorts the whole sequence,
+// talk_changes and talk_scan_chunks give the running sum at each chunk, talk_backward_walk walks.
+//
+// The file includes nothing: NVRTC compiles it without the toolkit's headers.
+
+#ifndef TALK_HALF_TO_FLOAT
+__device__ inline float talk_half_to_float(unsigned short bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+__device__ inline unsigned short talk_float_to_half(float value) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+#define TALK_HALF_TO_FLOAT talk_half_to_float
+#define TALK_FLOAT_TO_HALF talk_float_to_half
+#define TALK_FLOAT_BITS __float_as_uint
+#define TALK_BITS_FLOAT __uint_as_float
+#endif
+
+constexpr int LANES = 8;          // threads across the channels of a row, in the forward pass
+constexpr int ROWS = 8;           // rows of a segment
+constexpr int SHORT = 3;          // windows of so many whole rows are added up directly
+constexpr int GROUP = 16;         // time steps that talk_reach sums up
+constexpr int MAX_THREADS = 512;
+constexpr int BACKWARD_THREADS = 448;
+
+// Everything a launch needs, passed by value; cuda_backend.py holds the same list.
+struct Problem {
+    const void* x;             // (T, B, C)
+    const void* dout;          // (T, B, C)
+    const void* offset_left;   // (T, B, H), in x's type or float32
+    const void* offset_right;  // (T, B, H), or null in the causal form
+    void* out;                 // (T, B, C): out, or dx in the backward pass
+    void* d_offset_left;       // (T, B, H)
+    void* d_offset_right;      // (T, B, H), or null
+    void* sums;                // (T, B, C): prefix sums within a chunk; large windows, forward
+    double* totals;            // (chunks, B, C): sums of chunks, then of all the chunks before
+    double* clipped;           // (chunks, B, C): windows that start at row 0; backward
+    int* reach;                // (B, H, groups, 2): first and last row that a group touches
+    int* starts;               // (B, H, 2 T + 2): where each bucket of ends starts
+    int* slots;                // (B, H, 2, 2 T): scratch of the sort
+    void* entries;             // (B, H, 2 T): ends ordered by row
+    double scale;              // 1 / (max_left + max_right + 1)
+    int T, B, C, H, R;
+    int max_left, max_right;
+    int before, after;         // rows of halo on either side of a tile
+    int tile;                  // rows of a tile or chunk
+    int lanes;                 // threads across the channels of a row, a power of two; backward
+    int float32_offsets;       // beside a half x
+};
+
+// ---------------------------------------------------------------------------------------- types
+
+struct float16 { unsigned short bits; };
+struct bfloat16 { unsigned short bits; };
+
+// What a storage type is computed in, and what the forward pass scans it in.
+template <typename X> struct Types { using Compute = float; using Sum = float; };
+template <> struct Types<float> { using Compute = float; using Sum = double; };
+template <> struct Types<double> { using Compute = double; using Sum = double; };
+
+__device__ inline double widen(double value) { return value; }
+__device__ inline float widen(float value) { return value; }
+__device__ inline float widen(float16 value) { return TALK_HALF_TO_FLOAT(value.bits); }
+__device__ inline float widen(bfloat16 value) {
+    return TALK_BITS_FLOAT(static_cast<unsigned int>(value.bits) << 16);
+}
+
+__device__ inline void narrow(double value, double& stored) { stored = value; }
+__device__ inline void narrow(float value, float& stored) { stored = value; }
+__device__ inline void narrow(float value, float16& stored) {
+    stored.bits = TALK_FLOAT_TO_HALF(value);
+}
+__device__ inline void narrow(float value, bfloat16& stored) {
+    // To nearest, ties to even. A NaN must not be rounded: its carry could make an infinity.
+    const unsigned int bits = TALK_FLOAT_BITS(value);
+    const unsigned int rounded = bits + 0x7fff + (bits >> 16 & 1);
+    stored.bits = static_cast<unsigned short>((value == value ? rounded : bits | 0x400000) >> 16);
+}
+
+// N neighbouring channels: one vector load or store, as long as they fill at most 16 bytes.
+template <typename V, int N> struct Pack {
+    static constexpr int bytes = sizeof(V) * N;
+    alignas(bytes < 16 ? bytes : 16) V v[N];
+};
+
+template <typename V, int N> __device__ inline Pack<V, N> load(const V* from) {
+    return *reinterpret_cast<const Pack<V, N>*>(from);
+}
+
+template <typename S, typename V, int N>
+__device__ inline void add(Pack<S, N>& sum, const Pack<V, N>& value) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) sum.v[n] += widen(value.v[n]);
+}
+
+template <typename F, typename X, int N>
+__device__ inline Pack<F, N> widened(const Pack<X, N>& value) {
+    Pack<F, N> wide;
+#pragma unroll
+    for (int n = 0; n < N; ++n) wide.v[n] = widen(value.v[n]);
+    return wide;
+}
+
+template <typename X, typename F, int N>
+__device__ inline void store(X* to, const Pack<F, N>& value, F scale) {
+    Pack<X, N> stored;
+#pragma unroll
+    for (int n = 0; n < N; ++n) narrow(value.v[n] * scale, stored.v[n]);
+    *reinterpret_cast<Pack<X, N>*>(to) = stored;
+}
+
+// -------------------------------------------------------------------------------------- windows
+
+template <typename F> struct Window {
+    int lo, hi;     // whole rows lo ... hi
+    F left, right;  // the fractions of rows lo - 1 and hi + 1; not 0 only where the row exists
+};
+
+// Offsets are in x's type or, beside halves, in float32: once per time step and head, so a branch.
+template <typename X>
+__device__ inline double load_offset(const Problem& p, const void* offsets, long long at) {
+    if (sizeof(X) == 2 && p.float32_offsets) return static_cast<const float*>(offsets)[at];
+    return widen(static_cast<const X*>(offsets)[at]);
+}
+
+template <typename X, typename F>
+__device__ inline void store_offset(const Problem& p, void* offsets, long long at, F value) {
+    if (sizeof(X) == 2 && p.float32_offsets)
+        static_cast<float*>(offsets)[at] = static_cast<float>(value);
+    else
+        narrow(value, static_cast<X*>(offsets)[at]);
+}
+
+// An offset as whole rows and the fraction of the next, of the `rows` there are on its side.
+template <typename F>
+__device__ inline void split(double offset, int max_rows, int rows, int& whole, F& fraction) {
+    const double u = max_rows == 0 ? 0.0 : offset * max_rows;
+    whole = rows;
+    fraction = 0;
+    if (!(offset >= 0)) {
+        whole = -1;
+        fraction = static_cast<F>(nan(""));
+    } else if (u < rows) {
+        whole = static_cast<int>(u);
+        fraction = static_cast<F>(u - whole);
+    }
+}
+
+template <typename X, typename F>
+__device__ inline Window<F> window_of(const Problem& p, int t, int b, int h) {
+    const long long at = (static_cast<long long>(t) * p.B + b) * p.H + h;
+    int left, right = 0;
+    Window<F> window;
+    window.right = 0;
+    split(load_offset<X>(p, p.offset_left, at), p.max_left, t, left, window.left);
+    if (p.offset_right)
+        split(load_offset<X>(p, p.offset_right, at), p.max_right, p.T - 1 - t, right, window.right);
+    window.lo = t - left;
+    window.hi = t + right;
+    return window;
+}
+
+// ------------------------------------------------------------------------------- blocks, memory
+
+// What a block works on. Slabs of a head run fastest and time slowest, so that the blocks that
+// run together are neighbours in memory and find each other's halo in the cache.
+struct Place { int slab, h, b, tile; };
+
+__device__ inline Place place_of_block(const Problem& p, int slabs) {
+    const int heads = blockIdx.x / slabs, sentences = heads / p.H;
+    return Place{static_cast<int>(blockIdx.x % slabs), heads % p.H, sentences % p.B,
+                 sentences / p.B};
+}
+
+// Hands out the block's shared memory piece by piece.
+struct Shared {
+    unsigned char* next;
+    template <typename V> __device__ V* take(int count) {
+        V* piece = reinterpret_cast<V*>(next);
+        next += (sizeof(V) * count + 15) / 16 * 16;
+        return piece;
+    }
+};
+
+__device__ inline Shared shared_memory() {
+    extern __shared__ __align__(16) unsigned char talk_shared[];
+    return Shared{talk_shared};
+}
+
+// What the earlier segments of these channels add up to. Every thread of the block calls it.
+// The order of the additions depends on the position alone, not on how many segments there are.
+template <typename S, int N>
+__device__ Pack<S, N> sum_of_earlier_segments(Pack<S, N> total, int lanes, Pack<S, N>* warps) {
+    const int lane = threadIdx.x % lanes, thread = threadIdx.x % 32, warp = threadIdx.x / 32;
+    Pack<S, N> earlier = {};
+#pragma unroll 1
+    for (int step = lanes; step < 32; step *= 2) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const S other = __shfl_up_sync(0xffffffffu, total.v[n], step);
+            if (thread >= step) total.v[n] += other;
+        }
+    }
+    if (lanes < 32) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const S other = __shfl_up_sync(0xffffffffu, total.v[n], lanes);
+            if (thread >= lanes) earlier.v[n] = other;
+        }
+    }
+    if (thread >= 32 - lanes) warps[warp * lanes + lane] = total;
+    __syncthreads();
+#pragma unroll 1
+    for (int w = 0; w < warp; ++w) add(earlier, warps[w * lanes + lane]);
+    return earlier;
+}
+
+// -------------------------------------------------------------------------------------- forward
+
+// Rows from ... to of a column, one by one.
+template <typename X, typename S, int N>
+__device__ Pack<S, N> sum_rows(const X* column, long long stride, int from, int to) {
+    Pack<double, N> sum = {};
+#pragma unroll 1
+    for (int t = from; t <= to; ++t) add(sum, load<X, N>(column + t * stride));
+    return widened<S>(sum);
+}
+
+// Adds the rows that the window's ends cut, straight from global memory.
+template <typename X, typename F, int N>
+__device__ void add_ends(Pack<F, N>& sum, const Window<F>& w, const X* column, long long stride) {
+    if (w.left != 0) {
+        const Pack<X, N> row = load<X, N>(column + (w.lo - 1) * stride);
+        for (int n = 0; n < N; ++n) sum.v[n] += w.left * widen(row.v[n]);
+    }
+    if (w.right != 0) {
+        const Pack<X, N> row = load<X, N>(column + (w.hi + 1) * stride);
+        for (int n = 0; n < N; ++n) sum.v[n] += w.right * widen(row.v[n]);
+    }
+}
+
+// Is a window better added up row by row? Only where the scan is no finer than the result.
+template <typename X> __device__ inline bool is_short(int rows) {
+    return sizeof(typename Types<X>::Sum) == sizeof(typename Types<X>::Compute) && rows <= SHORT;
+}
+
+template <typename X, int N> __device__ void forward(const Problem& p) {
+    using F = typename Types<X>::Compute;
+    using S = typename Types<X>::Sum;
+    constexpr int lanes = LANES;
+    const int lane = threadIdx.x % lanes;
+    const int segment = threadIdx.x / lanes, segments = blockDim.x / lanes;
+    const Place place = place_of_block(p, (p.R + lanes * N - 1) / (lanes * N));
+    const int t0 = place.tile * p.tile, tile = min(p.tile, p.T - t0);
+    const int first = max(t0 - p.before, 0), staged = segments * ROWS;
+    const int c = (place.slab * lanes + lane) * N;
+    const long long stride = static_cast<long long>(p.B) * p.C;
+    const long long at = static_cast<long long>(place.b) * p.C + place.h * p.R + c;
+    const X* column = static_cast<const X*>(p.x) + at;
+
+    Shared shared = shared_memory();
+    // Row r of `sums` is the sum of staged rows 0 ... r - 1, for r from 0 to `staged`. Rows -1 and
+    // staged + 1 are there to be read where no row is cut, at the edges of the sequence.
+    Pack<S, N>* sums = shared.take<Pack<S, N>>((staged + 3) * lanes) + lanes + lane;
+    Pack<S, N>* warps = shared.take<Pack<S, N>>(blockDim.x / 32 * lanes);
+    Window<S>* windows = shared.take<Window<S>>(p.tile);
+
+    Pack<X, N> rows[ROWS];
+    const int present = c < p.R ? p.T - first - segment * ROWS : 0;  // rows of the segment
+    const X* row = column + (first + segment * ROWS) * stride;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i, row += stride) {
+        rows[i] = {};
+        if (i < present) rows[i] = load<X, N>(row);
+    }
+    Pack<S, N> total = {};
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) add(total, rows[i]);
+    Pack<S, N> sum = sum_of_earlier_segments(total, lanes, warps);
+    if (segment == 0) sums[-lanes] = sums[0] = sum;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        add(sum, rows[i]);
+        sums[(segment * ROWS + i + 1) * lanes] = sum;
+    }
+    if (segment == segments - 1) sums[(staged + 1) * lanes] = sum;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < tile; i += blockDim.x) {
+        Window<S> w = window_of<X, S>(p, t0 + i, place.b, place.h);
+        w.lo -= first, w.hi -= first;
+        // Slow, and rare: a short window, or one whose rows (cut ones too) are not all staged.
+        const bool left = w.lo > 0 || (w.lo == 0 && first == 0);
+        const bool right = w.hi + 1 < staged || (w.hi + 1 == staged && first + staged >= p.T);
+        if (!left || !right || is_short<X>(w.hi - w.lo + 1)) w.lo = -1;
+        windows[i] = w;
+    }
+
+    __syncthreads();
+
+    if (c >= p.R) return;
+    X* out = static_cast<X*>(p.out) + at + (t0 + segment) * stride;
+#pragma unroll 1
+    for (int i = segment; i < tile; i += segments, out += segments * stride) {
+        const Window<S> w = windows[i];
+        Pack<S, N> result;
+        if (w.lo >= 0) {
+            const Pack<S, N>* row_lo = sums + w.lo * lanes;
+            const Pack<S, N>* row_hi = sums + w.hi * lanes;
+            const Pack<S, N> s0 = row_lo[-lanes], s1 = row_lo[0];
+            const Pack<S, N> s2 = row_hi[lanes], s3 = row_hi[2 * lanes];
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+                result.v[n] = (s2.v[n] - s1.v[n]) + w.left * (s1.v[n] - s0.v[n]) +
+                              w.right * (s3.v[n] - s2.v[n]);
+        } else {
+            const Window<S> rare = window_of<X, S>(p, t0 + i, place.b, place.h);
+            const bool direct = is_short<X>(rare.hi - rare.lo + 1);
+            result = sum_rows<X, S, N>(column, stride, rare.lo, direct ? rare.hi : first - 1);
+            if (!direct) {  // what is staged, and the rows before and after it
+                add(result, sum_rows<X, S, N>(column, stride, first + staged, rare.hi));
+                const Pack<S, N> s1 = sums[max(rare.lo - first, 0) * lanes];
+                const Pack<S, N> s2 = sums[min(rare.hi + 1 - first, staged) * lanes];
+                for (int n = 0; n < N; ++n) result.v[n] += s2.v[n] - s1.v[n];
+            }
+            add_ends<X>(result, rare, column, stride);
+        }
+        store(out, widened<F>(result), static_cast<F>(p.scale));
+    }
+}
+
+// Large windows, step 1: sums[t] = the rows from the start of t's chunk to t, and their totals.
+template <typename X, int N> __device__ void forward_sums(const Problem& p) {
+    using S = typename Types<X>::Sum;
+    constexpr int lanes = LANES;
+    const int lane = threadIdx.x % lanes, segment = threadIdx.x / lanes;
+    const Place place = place_of_block(p, (p.R + lanes * N - 1) / (lanes * N));
+    const int c = (place.slab * lanes + lane) * N;
+    const long long stride = static_cast<long long>(p.B) * p.C;
+    const long long at = static_cast<long long>(place.b) * p.C + place.h * p.R + c;
+    const X* column = static_cast<const X*>(p.x) + at;
+    Shared shared = shared_memory();
+    Pack<S, N>* warps = shared.take<Pack<S, N>>(blockDim.x / 32 * lanes);
+
+    Pack<X, N> rows[ROWS];
+    const int t0 = place.tile * p.tile + segment * ROWS;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        rows[i] = {};
+        if (c < p.R && t0 + i < p.T) rows[i] = load<X, N>(column + (t0 + i) * stride);
+    }
+    Pack<S, N> total = {};
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) add(total, rows[i]);
+    Pack<S, N> sum = sum_of_earlier_segments(total, lanes, warps);
+    if (c >= p.R) return;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        add(sum, rows[i]);
+        if (t0 + i < p.T)
+            *reinterpret_cast<Pack<S, N>*>(static_cast<S*>(p.sums) + at + (t0 + i) * stride) = sum;
+    }
+    if (segment == blockDim.x / lanes - 1)
+        for (int n = 0; n < N; ++n) p.totals[place.tile * stride + at + n] = sum.v[n];
+}
+
+// Large windows, step 2: from the total of each chunk to the total of all the chunks before it.
+// In the backward pass the running sum starts with the windows that start at row 0.
+__device__ inline void scan_chunks(const Problem& p) {
+    const long long stride = static_cast<long long>(p.B) * p.C;
+    const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int chunks = (p.T + p.tile - 1) / p.tile;
+    if (at >= stride) return;
+    double sum = 0;
+    if (p.clipped)
+        for (int chunk = 0; chunk < chunks; ++chunk) sum += p.clipped[chunk * stride + at];
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+        const double total = p.totals[chunk * stride + at];
+        p.totals[chunk * stride + at] = sum;
+        sum += total;
+    }
+}
+
+// Large windows, step 3: the difference of the prefix sums at a window's ends.
+template <typename X, int N> __device__ void forward_gather(const Problem& p) {
+    using F = typename Types<X>::Compute;
+    using S = typename Types<X>::Sum;
+    constexpr int lanes = LANES;
+    const int lane = threadIdx.x % lanes;
+    const int segment = threadIdx.x / lanes, segments = blockDim.x / lanes;
+    const Place place = place_of_block(p, (p.R + lanes * N - 1) / (lanes * N));
+    const int t0 = place.tile * p.tile, tile = min(p.tile, p.T - t0);
+    const int c = (place.slab * lanes + lane) * N;
+    const long long stride = static_cast<long long>(p.B) * p.C;
+    const long long at = static_cast<long long>(place.b) * p.C + place.h * p.R + c;
+    const X* column = static_cast<const X*>(p.x) + at;
+    const S* sums = static_cast<const S*>(p.sums) + at;
+    Shared shared = shared_memory();
+    Window<F>* windows = shared.take<Window<F>>(p.tile);
+    for (int i = threadIdx.x; i < tile; i += blockDim.x)
+        windows[i] = window_of<X, F>(p, t0 + i, place.b, place.h);
+    __syncthreads();
+
+    if (c >= p.R) return;
+    for (int i = segment; i < tile; i += segments) {
+        const Window<F> w = windows[i];
+        Pack<F, N> result;
+        if (is_short<X>(w.hi - w.lo + 1)) {
+            result = sum_rows<X, F, N>(column, stride, w.lo, w.hi);
+        } else {
+            const int before = w.lo - 1, from = max(before, 0) / p.tile, to = max(w.hi, 0) / p.tile;
+            Pack<S, N> s0 = {}, s1 = {};
+            if (before >= 0) s0 = load<S, N>(sums + before * stride);
+            if (w.hi >= 0) s1 = load<S, N>(sums + w.hi * stride);
+            for (int n = 0; n < N; ++n) {
+                double whole = s1.v[n] - s0.v[n];
+                if (from != to)
+                    whole += p.totals[to * stride + at + n] - p.totals[from * stride + at + n];
+                result.v[n] = static_cast<F>(whole);
+            }
+        }
+        add_ends<X>(result, w, column, stride);
+        X* out = static_cast<X*>(p.out) + at + (t0 + i) * stride;
+        store(out, result, static_cast<F>(p.scale));
+    }
+}
+
+// ------------------------------------------------------------------------------------- backward
+
+template <typename F> struct Entry {
+    int t;
+    F fraction;
+};
+
+// The ends of windows, sorted by the row where they act, for `rows` rows from `row0`:
+//
+//     buckets 0 ... rows              left ends: dout[t] enters the running sum at row lo
+//     buckets rows + 1 ... 2 * rows   right ends: it leaves the sum at row hi + 1
+//
+// Within a bucket they are ordered by t. `starts` has 2 * rows + 2 numbers.
+template <typename F> struct Ends {
+    int row0, rows;
+    int* starts;
+    Entry<F>* entries;
+
+    // The bucket of one side of a window, or -1 if that end does not matter here. A window that
+    // starts before the rows enters at the first of them, and one that ends after never leaves.
+    __device__ int bucket(const Window<F>& w, bool right, bool drop_first_row) const {
+        if (w.hi + 1 < row0 || w.lo > row0 + rows) return -1;
+        if (right) return w.hi + 1 < row0 + rows ? rows + 1 + w.hi + 1 - row0 : -1;
+        return drop_first_row && w.lo <= row0 ? -1 : max(w.lo - row0, 0);
+    }
+};
+
+// A stable counting sort by all threads of a block, with a barrier still to come at its end.
+// `window(i)` is that of time step t = i, for i < count; `slots` is scratch for 4 * count numbers.
+template <typename F, typename Windows>
+__device__ void sort_ends(const Ends<F>& ends, int count, int* slots, bool drop_first_row,
+                          const Windows& window) {
+    const int buckets = 2 * ends.rows + 1;
+    int* starts = ends.starts;
+    int* unordered = slots + 2 * count;
+    for (int i = threadIdx.x; i <= buckets; i += blockDim.x) starts[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < 2 * count; i += blockDim.x) {
+        const bool right = i >= count;
+        const int bucket = ends.bucket(window(right ? i - count : i), right, drop_first_row);
+        if (bucket >= 0) slots[i] = atomicAdd(&starts[bucket], 1);
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {  // counts to starts
+        int sum = 0;
+        for (int i = threadIdx.x; i - static_cast<int>(threadIdx.x) <= buckets; i += 32) {
+            const int own = i <= buckets ? starts[i] : 0;
+            int inclusive = own;
+            for (int step = 1; step < 32; step *= 2) {
+                const int other = __shfl_up_sync(0xffffffffu, inclusive, step);
+                if (threadIdx.x >= step) inclusive += other;
+            }
+            if (i <= buckets) starts[i] = sum + inclusive - own;
+            sum += __shfl_sync(0xffffffffu, inclusive, 31);
+        }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < 2 * count; i += blockDim.x) {
+        const bool right = i >= count;
+        const int bucket = ends.bucket(window(right ? i - count : i), right, drop_first_row);
+        if (bucket >= 0) unordered[starts[bucket] + slots[i]] = i;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < 2 * count; i += blockDim.x) {
+        const bool right = i >= count;
+        const Window<F> w = window(right ? i - count : i);
+        const int bucket = ends.bucket(w, right, drop_first_row);
+        if (bucket < 0) continue;
+        int rank = starts[bucket];
+        for (int k = starts[bucket]; k < starts[bucket + 1]; ++k) rank += unordered[k] < i;
+        ends.entries[rank] = Entry<F>{right ? i - count : i, right ? w.right : w.left};
+    }
+}
+
+// dout[t] of a thread's channels, from shared or from global memory.
+template <typename X, int N> struct SharedRows {
+    const Pack<X, N>* rows;
+    int lanes;
+    __device__ Pack<X, N> operator()(int t) const { return rows[t * lanes]; }
+};
+template <typename X, int N> struct GlobalRows {
+    const X* column;
+    long long stride;
+    __device__ Pack<X, N> operator()(int t) const { return load<X, N>(column + t * stride); }
+};
+
+// How much the running sum changes over rows from ... to - 1.
+template <typename S, int N, typename F, typename Rows>
+__device__ Pack<double, N> change(const Ends<F>& ends, const Rows& dout, int from, int to) {
+    Pack<S, N> enters = {}, leaves = {};
+    const int* left = ends.starts;
+    const int* right = ends.starts + ends.rows + 1;
+#pragma unroll 2
+    for (int k = left[from]; k < left[to]; ++k) add(enters, dout(ends.entries[k].t));
+#pragma unroll 2
+    for (int k = right[from]; k < right[to]; ++k) add(leaves, dout(ends.entries[k].t));
+    for (int n = 0; n < N; ++n) enters.v[n] -= leaves.v[n];
+    return widened<double>(enters);
+}
+
+// Walks rows from ... to - 1 with the running sum before them, and hands over each row of dx * K.
+template <typename S, int N, typename F, typename Rows, typename Far, typename Store>
+__device__ void walk(const Ends<F>& ends, const Rows& dout, int from, int to, Pack<double, N> sum,
+                     const Far& far, const Store& store_row) {
+    const int* left = ends.starts;
+    const int* right = ends.starts + ends.rows + 1;
+    Pack<S, N> enters = {};  // net of what leaves at the same row
+#pragma unroll 1
+    for (int k = left[from]; k < left[from + 1]; ++k) add(enters, dout(ends.entries[k].t));
+    for (int row = from; row < to; ++row) {
+        Pack<F, N> part = {};
+#pragma unroll 1  // an end or two: unrolling would only cost registers
+        for (int k = right[row]; k < right[row + 1]; ++k) {
+            const Entry<F> entry = ends.entries[k];
+            const Pack<F, N> d = widened<F>(dout(entry.t));
+            for (int n = 0; n < N; ++n) enters.v[n] -= d.v[n], part.v[n] += entry.fraction * d.v[n];
+        }
+        add(sum, enters);
+        enters = {};
+#pragma unroll 1
+        for (int k = left[row + 1]; k < left[row + 2]; ++k) {
+            const Entry<F> entry = ends.entries[k];
+            const Pack<F, N> d = widened<F>(dout(entry.t));
+            for (int n = 0; n < N; ++n) enters.v[n] += d.v[n], part.v[n] += entry.fraction * d.v[n];
+        }
+        Pack<double, N> whole = sum;
+        far(row, whole);
+        for (int n = 0; n < N; ++n) part.v[n] += static_cast<F>(whole.v[n]);
+        store_row(row, part);
+    }
+}
+
+// dots[2 i] and dots[2 i + 1] gain dout[t] . x[the row that an end of t cuts], t = t0 + i: these
+// channels' part of the gradients of the offsets. The lanes of a row add up theirs by shuffles.
+template <typename X, typename F, int N, typename Rows>
+__device__ void add_dots(F* dots, const Window<F>* windows, const Rows& dout, int t0, int tile,
+                         const X* column, long long stride, bool active, int lanes) {
+    const int segment = threadIdx.x / lanes, segments = blockDim.x / lanes;
+#pragma unroll 1
+    for (int begin = 0; begin < tile; begin += segments) {
+        const int i = begin + segment;
+        F left = 0, right = 0;
+        if (i < tile && active) {
+            const Window<F> w = windows[i];
+            const Pack<F, N> d = widened<F>(dout(t0 + i));
+            // Nearly every end cuts a row: loading one in vain is cheaper than a branch.
+            const int lo = w.left != 0 ? w.lo - 1 : w.lo, hi = w.right != 0 ? w.hi + 1 : w.hi;
+            const Pack<F, N> row_lo = widened<F>(load<X, N>(column + lo * stride));
+            const Pack<F, N> row_hi = widened<F>(load<X, N>(column + hi * stride));
+            for (int n = 0; n < N; ++n) left += d.v[n] * row_lo.v[n], right += d.v[n] * row_hi.v[n];
+            left = w.left != 0 ? left : 0, right = w.right != 0 ? right : 0;
+        }
+        for (int step = lanes / 2; step > 0; step /= 2) {
+            left += __shfl_xor_sync(0xffffffffu, left, step);
+            right += __shfl_xor_sync(0xffffffffu, right, step);
+        }
+        if (i < tile && threadIdx.x % lanes == 0) dots[2 * i] += left, dots[2 * i + 1] += right;
+    }
+}
+
+// The gradients of the offsets of a tile from the dots of all channels of the head.
+template <typename X, typename F>
+__device__ void store_offset_gradients(const Problem& p, const Place& place, const F* dots,
+                                       const Window<F>* windows, int t0, int tile) {
+    const F left_scale = static_cast<F>(p.scale * p.max_left);
+    const F right_scale = static_cast<F>(p.scale * p.max_right);
+    for (int i = threadIdx.x; i < tile; i += blockDim.x) {
+        const long long at = (static_cast<long long>(t0 + i) * p.B + place.b) * p.H + place.h;
+        const F left = windows[i].left, right = windows[i].right;
+        store_offset<X>(p, p.d_offset_left, at, left == left ? dots[2 * i] * left_scale : left);
+        if (p.d_offset_right)
+            store_offset<X>(p, p.d_offset_right, at,
+                            right == right ? dots[2 * i + 1] * right_scale : right);
+    }
+}
+
+// Moderate windows, before talk_backward where there is more than one tile: the first and the last
+// row that any window of a group of time steps touches.
+template <typename X> __device__ void reach(const Problem& p) {
+    using F = typename Types<X>::Compute;
+    const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int heads = p.B * p.H, head = at % heads, groups = (p.T + GROUP - 1) / GROUP;
+    const long long group = at / heads;
+    if (group >= groups) return;
+    int lo = p.T, hi = -1;
+    for (int t = group * GROUP; t < min(static_cast<int>(group + 1) * GROUP, p.T); ++t) {
+        const Window<F> w = window_of<X, F>(p, t, head / p.H, head % p.H);
+        lo = min(lo, w.lo - (w.left != 0));
+        hi = max(hi, w.hi + (w.right != 0));
+    }
+    int* both = p.reach + (static_cast<long long>(head) * groups + group) * 2;
+    both[0] = lo, both[1] = hi;
+}
+
+// What time steps that are not staged add to a row: those with offsets far above 1. Slow and rare.
+template <typename X, int N> struct FarRows {
+    const Problem& p;
+    const Place& place;
+    const X* dout;
+    bool active;
+    int t0, from, first, last, to;  // time steps from ... first - 1 and last ... to - 1
+
+    template <typename P> __device__ void operator()(int row, P& whole) const {
+        if (!active) return;
+#pragma unroll 1
+        for (int t = from; t < to; ++t) {
+            if (t == first) t = last;
+            if (t < to) add_step(t, t0 + row, whole);
+        }
+    }
+    __device__ void add_step(int t, int row, Pack<double, N>& whole) const {
+        const Window<double> w = window_of<X, double>(p, t, place.b, place.h);
+        double weight = row >= w.lo && row <= w.hi;
+        if (row == w.lo - 1) weight += w.left;
+        if (row == w.hi + 1) weight += w.right;
+        if (weight == 0) return;
+        const Pack<X, N> d = load<X, N>(dout + t * (static_cast<long long>(p.B) * p.C));
+        for (int n = 0; n < N; ++n) whole.v[n] += weight * widen(d.v[n]);
+    }
+};
+
+template <typename X, int N> __device__ void backward(const Problem& p) {
+    using F = typename Types<X>::Compute;
+    using S = typename Types<X>::Sum;
+    const int lanes = p.lanes, lane = threadIdx.x % lanes;
+    const int segment = threadIdx.x / lanes, segments = blockDim.x / lanes;
+    const Place place = place_of_block(p, 1);
+    const int t0 = place.tile * p.tile, tile = min(p.tile, p.T - t0);
+    const int first = max(t0 - p.before, 0), staged = min(t0 + tile + p.after, p.T) - first;
+    const int capacity = min(p.before + p.tile + p.after, p.T);
+    const long long stride = static_cast<long long>(p.B) * p.C;
+    const long long head = static_cast<long long>(place.b) * p.C + place.h * p.R;
+
+    Shared shared = shared_memory();
+    Pack<X, N>* rows = shared.take<Pack<X, N>>(capacity * lanes);  // dout, for all lanes
+    Pack<double, N>* warps = shared.take<Pack<double, N>>(blockDim.x / 32 * lanes);
+    Window<F>* windows = shared.take<Window<F>>(capacity);
+    Entry<F>* entries = shared.take<Entry<F>>(2 * capacity);
+    F* dots = shared.take<F>(2 * p.tile);
+    int* starts = shared.take<int>(2 * p.tile + 2);
+    int* slots = shared.take<int>(4 * capacity);
+    int* far = shared.take<int>(2);
+    const Ends<F> ends{t0, tile, starts, entries};
+
+    for (int i = threadIdx.x; i < staged; i += blockDim.x)
+        windows[i] = window_of<X, F>(p, first + i, place.b, place.h);
+    for (int i = threadIdx.x; i < 2 * tile; i += blockDim.x) dots[i] = 0;
+    if (threadIdx.x == 0) far[0] = first, far[1] = first + staged;
+    for (int c = lane * N; c - lane * N < p.R; c += lanes * N) {
+        const bool active = c < p.R;
+        const X* dout = static_cast<const X*>(p.dout) + head + c;
+#pragma unroll 4
+        for (int i = segment; i < staged; i += segments) {
+            Pack<X, N> row = {};
+            if (active) row = load<X, N>(dout + (first + i) * stride);
+            rows[i * lanes + lane] = row;
+        }
+        if (c == lane * N) {  // once for all the channels of the head
+            sort_ends(ends, staged, slots, false, [=](int i) { return windows[i]; });
+            const long long groups = (p.T + GROUP - 1) / GROUP;
+            const int* touched = p.reach + (place.b * p.H + place.h) * groups * 2;
+            for (int g = threadIdx.x; p.reach && g < groups; g += blockDim.x) {
+                const int t = g * GROUP;
+                if (t < first && touched[2 * g + 1] >= t0) atomicMin(&far[0], t);
+                if (t >= first + staged && touched[2 * g] < t0 + tile)
+                    atomicMax(&far[1], min(t + GROUP, p.T));
+            }
+        }
+        __syncthreads();
+
+        const SharedRows<X, N> staged_rows{rows + lane, lanes};
+        const int from = min(segment * ROWS, tile), to = min(from + ROWS, tile);
+        const Pack<double, N> sum = sum_of_earlier_segments(
+            change<S, N>(ends, staged_rows, from, to), lanes, warps);
+        const FarRows<X, N> far_rows{p, place, dout, active, t0, far[0],
+                                        first, first + staged, far[1]};
+        X* dx = static_cast<X*>(p.out) + head + c;
+        const auto store_row = [=](int row, const Pack<F, N>& value) {
+            if (active) store(dx + (t0 + row) * stride, value, static_cast<F>(p.scale));
+        };
+        walk<S, N>(ends, staged_rows, from, to, sum, far_rows, store_row);
+        add_dots<X, F, N>(dots, windows + t0 - first, staged_rows, t0 - first, tile,
+                          static_cast<const X*>(p.x) + head + c, stride, active, lanes);
+        __syncthreads();
+    }
+    store_offset_gradients<X>(p, place, dots, windows + t0 - first, t0, tile);
+}
+
+// Large windows, step 1: the ends of a whole sequence, sorted. A block takes one head of one
+// sentence. Windows that start at row 0 are left out: talk_changes adds them up.
+template <typename F> __device__ Ends<F> ends_of_head(const Problem& p, const Place& place) {
+    const long long head = static_cast<long long>(place.b) * p.H + place.h;
+    return Ends<F>{0, p.T, p.starts + head * (2LL * p.T + 2),
+                   static_cast<Entry<F>*>(p.entries) + head * (2LL * p.T)};
+}
+
+template <typename X> __device__ void sort_all_ends(const Problem& p) {
+    using F = typename Types<X>::Compute;
+    const Place place = place_of_block(p, 1);
+    int* slots = p.slots + (static_cast<long long>(place.b) * p.H + place.h) * (4LL * p.T);
+    sort_ends(ends_of_head<F>(p, place), p.T, slots, true, [&](int t) {
+        return window_of<X, F>(p, t, place.b, place.h);
+    });
+}
+
+// Large windows, step 2: by how much the running sum changes over each chunk of rows, and the sum
+// of dout over those time steps of the chunk whose windows start at row 0.
+template <typename X, int N> __device__ void changes(const Problem& p) {
+    using F = typename Types<X>::Compute;
+    using S = typename Types<X>::Sum;
+    const int lanes = p.lanes, lane = threadIdx.x % lanes, segment = threadIdx.x / lanes;
+    const Place place = place_of_block(p, 1);
+    const int from = min(place.tile * p.tile + segment * ROWS, p.T), to = min(from + ROWS, p.T);
+    const long long stride = static_cast<long long>(p.B) * p.C;
+    const Ends<F> ends = ends_of_head<F>(p, place);
+    Shared shared = shared_memory();
+    Pack<double, N>* warps = shared.take<Pack<double, N>>(blockDim.x / 32 * lanes);
+
+    for (int c = lane * N; c - lane * N < p.R; c += lanes * N) {
+        const long long at = static_cast<long long>(place.b) * p.C + place.h * p.R + c;
+        const GlobalRows<X, N> dout{static_cast<const X*>(p.dout) + at, stride};
+        Pack<double, N> total = {}, clipped = {};
+        if (c < p.R) {
+            total = change<S, N>(ends, dout, from, to);
+            for (int t = from; t < to; ++t)
+                if (window_of<X, F>(p, t, place.b, place.h).lo <= 0) add(clipped, dout(t));
+        }
+        add(total, sum_of_earlier_segments(total, lanes, warps));
+        __syncthreads();
+        add(clipped, sum_of_earlier_segments(clipped, lanes, warps));
+        __syncthreads();
+        if (c < p.R && segment == blockDim.x / lanes - 1)
+            for (int n = 0; n < N; ++n) {
+                p.totals[place.tile * stride + at + n] = total.v[n];
+                p.clipped[place.tile * stride + at + n] = clipped.v[n];
+            }
+    }
+}
+
+// Large windows, step 4 (step 3 is talk_scan_chunks): the rows of a chunk.
+struct NoFarRows {
+    template <typename P> __device__ void operator()(int, P&) const {}
+};
+
+template <typename X, int N> __device__ void backward_walk(const Problem& p) {
+    using F = typename Types<X>::Compute;
+    using S = typename Types<X>::Sum;
+    const int lanes = p.lanes, lane = threadIdx.x % lanes, segment = threadIdx.x / lanes;
+    const Place place = place_of_block(p, 1);
+    const int t0 = place.tile * p.tile, tile = min(p.tile, p.T - t0);
+    const int from = min(t0 + segment * ROWS, t0 + tile), to = min(from + ROWS, t0 + tile);
+    const long long stride = static_cast<long long>(p.B) * p.C;
+    const Ends<F> ends = ends_of_head<F>(p, place);
+    Shared shared = shared_memory();
+    Pack<double, N>* warps = shared.take<Pack<double, N>>(blockDim.x / 32 * lanes);
+    Window<F>* windows = shared.take<Window<F>>(p.tile);
+    F* dots = shared.take<F>(2 * p.tile);
+    for (int i = threadIdx.x; i < tile; i += blockDim.x)
+        windows[i] = window_of<X, F>(p, t0 + i, place.b, place.h);
+    for (int i = threadIdx.x; i < 2 * tile; i += blockDim.x) dots[i] = 0;
+
+    for (int c = lane * N; c - lane * N < p.R; c += lanes * N) {
+        const bool active = c < p.R;
+        const long long at = static_cast<long long>(place.b) * p.C + place.h * p.R + c;
+        const GlobalRows<X, N> dout{static_cast<const X*>(p.dout) + at, stride};
+        Pack<double, N> sum = {};
+        if (active) sum = change<S, N>(ends, dout, from, to);
+        sum = sum_of_earlier_segments(sum, lanes, warps);
+        if (active) {
+            for (int n = 0; n < N; ++n) sum.v[n] += p.totals[place.tile * stride + at + n];
+            X* dx = static_cast<X*>(p.out) + at;
+            walk<S, N>(ends, dout, from, to, sum, NoFarRows{}, [=](int t, const Pack<F, N>& value) {
+                store(dx + t * stride, value, static_cast<F>(p.scale));
+            });
+        }
+        add_dots<X, F, N>(dots, windows, dout, t0, tile, static_cast<const X*>(p.x) + at, stride,
+                          active, lanes);
+        __syncthreads();
+    }
+    store_offset_gradients<X>(p, place, dots, windows, t0, tile);
+}
+
+// --------------------------------------------------------------------------------- entry points
+
+// Two blocks of so many threads share the 65,536 registers of a multiprocessor: 64 registers to a
+// thread of the forward kernel, 72 to one of the backward kernel.
+#define TALK_KERNEL(name, type, threads, blocks, call)                                         \
+    extern "C" __global__ void __launch_bounds__(threads, blocks) name##_##type(const Problem p) { \
+        call;                                                                                  \
+    }
+
+// For one storage type X: kernels that move N channels at a time (`wide`: N divides R, and rows
+// are aligned), kernels for any R (`narrow`), and those that see no channels.
+#define TALK_WIDTH(type, X, forward_n, backward_n)                                                \
+    TALK_KERNEL(talk_forward, type, MAX_THREADS, 2, (forward<X, forward_n>(p)))                   \
+    TALK_KERNEL(talk_forward_sums, type, 256, 1, (forward_sums<X, forward_n>(p)))                 \
+    TALK_KERNEL(talk_forward_gather, type, 256, 1, (forward_gather<X, forward_n>(p)))             \
+    TALK_KERNEL(talk_backward, type, BACKWARD_THREADS, 2, (backward<X, backward_n>(p)))           \
+    TALK_KERNEL(talk_changes, type, BACKWARD_THREADS, 1, (changes<X, backward_n>(p)))             \
+    TALK_KERNEL(talk_backward_walk, type, BACKWARD_THREADS, 1, (backward_walk<X, backward_n>(p)))
+#define TALK_TYPE(type, X, forward_n, backward_n)                                                 \
+    TALK_WIDTH(type##_wide, X, forward_n, backward_n)                                             \
+    TALK_WIDTH(type##_narrow, X, 1, 1)                                                            \
+    TALK_KERNEL(talk_reach, type, 128, 1, (reach<X>(p)))                                          \
+    TALK_KERNEL(talk_sort_ends, type, MAX_THREADS, 1, (sort_all_ends<X>(p)))                      \
+    TALK_KERNEL(talk_scan_chunks, type, 128, 1, (scan_chunks(p)))
+
+// The host compiles one type at a time (-DTALK_ONLY -DTALK_<type>); without, all of them are.
+#if !defined(TALK_ONLY) || defined(TALK_float64)
+TALK_TYPE(float64, double, 2, 2)
+#endif
+#if !defined(TALK_ONLY) || defined(TALK_float32)
+TALK_TYPE(float32, float, 2, 4)
+#endif
+#if !defined(TALK_ONLY) || defined(TALK_float16)
+TALK_TYPE(float16, float16, 4, 4)
+#endif
+#if !defined(TALK_ONLY) || defined(TALK_bfloat16)
+TALK_TYPE(bfloat16, bfloat16, 4, 4)
+#endif
