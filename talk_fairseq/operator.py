@@ -40,10 +40,14 @@ def talk_conv(x, offset_left, offset_right, max_left, max_right):
         ValueError: shapes or devices do not match, H does not divide C, a window is negative,
             or ``TALK_CONV_BACKEND`` (reference, cpu, cuda) names a backend that cannot take `x`.
 
-    Equivalent to::
+    Equivalent to a weight for each pair of time steps, which is never built::
 
-        weight = (t - j).clamp... a (T, T) matrix for each head, which is never built;
-        see talk_conv_reference, the same thing in a few lines of PyTorch.
+        t, j = torch.arange(T)[:, None, None, None], torch.arange(T)
+        a_l = (t - offset_left[..., None] * max_left).clamp(min=0)
+        a_r = (t + offset_right[..., None] * max_right).clamp(max=T - 1)
+        weight = (a_r - j + 1).clamp(0, 1) - (a_l - j).clamp(0, 1)  # (T, B, H, T)
+        out = torch.einsum("tbhj,jbhr->tbhr", weight, x.view(T, B, H, C // H))
+        out = out.reshape(T, B, C) / (max_left + max_right + 1)
     """
     _validate(x, offset_left, offset_right, max_left, max_right)
     if _backend(x) == "reference":

@@ -451,7 +451,8 @@ SIZES = [
 TRAIN = [*"--cpu --optimizer adam --lr 0.01 --num-workers 0 --max-tokens 300".split()]
 SHORT = ["--cpu", "--batch-size=16", "--beam=2", "--max-len-b=10"]
 BLEU = ["--eval-bleu", "--eval-bleu-detok=moses", '--eval-bleu-args={"max_len_b": 10}']
-TRANSLATION = ["--task=translation", "--arch=transformer", *SIZES, *TRAIN]
+MODEL = ["--arch=talkconv", "--encoder-max-left=3", "--decoder-max-left=5", *SIZES]
+TRANSLATION = ["--task=translation", *MODEL, *TRAIN]
 
 
 @pytest.fixture(scope="session")
