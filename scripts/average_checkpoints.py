@@ -51,7 +51,7 @@ def find_checkpoints(folder, pattern, count):
 def _maximizes(state):
     """Whether the run that wrote ``state`` looked for the highest value of its metric."""
     if state.get("cfg"):
-        return state["cfg"]["checkpoint"]["maximize_best_checkpoint_metric"]
+        return state["cfg"].get("checkpoint", {}).get("maximize_best_checkpoint_metric", False)
     return getattr(state.get("args"), "maximize_best_checkpoint_metric", False)
 
 
@@ -131,6 +131,9 @@ def main(argv=None):
     try:
         if os.path.exists(args.output) and not args.force:
             raise ValueError(f"expected a new file, got {args.output}, which exists (see --force)")
+        folder = os.path.dirname(args.output) or "."
+        if not os.path.isdir(folder):
+            raise ValueError(f"expected an existing folder for {args.output}, got none")
         paths = args.inputs
         if choice:
             if len(paths) != 1:

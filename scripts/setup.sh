@@ -37,8 +37,8 @@ find_python() {
             return
         fi
     done
-    fail "expected Python 3.11 or 3.12, found only $("${PYTHON:-python3}" --version 2>&1 | tail -1);" \
-        "name another as PYTHON=/path/to/python"
+    fail "expected Python 3.11 or 3.12, found ${PYTHON:-python3}:" \
+        "$("${PYTHON:-python3}" --version 2>/dev/null || echo none); name another as PYTHON=/path/to/it"
 }
 
 # What was installed, from what: the same answer again means that there is nothing to do.
@@ -47,13 +47,13 @@ if [[ -z "${1-}" && -f "$stamp" ]]; then
     extras=$(head -1 "$stamp") # keep a CuPy that an earlier call asked for
 fi
 wanted="$extras
-$(cat setup.cfg pyproject.toml constraints.txt | cksum)"
+$PWD $(cat setup.cfg pyproject.toml constraints.txt scripts/setup.sh | cksum)"
 if [[ -f "$stamp" && "$(cat "$stamp")" == "$wanted" ]] && .venv/bin/python -c "$supported"; then
     exit 0
 fi
 
 python=$(find_python)
-if ! .venv/bin/python -c "$supported" >/dev/null 2>&1; then
+if ! .venv/bin/python -c "import pip; $supported" >/dev/null 2>&1; then
     rm -rf .venv
     "$python" -m venv .venv || fail "could not make .venv with $python; on Debian: apt install python3-venv"
 fi
@@ -68,6 +68,9 @@ ve-fairseq==0.12.3; sys_platform == "linux" and platform_machine == "x86_64" \
     --hash=sha256:5e84da7a92db08aae7f9cc3d155d4574d915fe1959dc1e041d514b6ef7bc000a \
     --hash=sha256:9ba18767af12978b4700ac7d9914e6abfe365a50ce17faa6a79e8f07f4129be5
 WHEELS
+if [[ -n "${1-}" ]]; then # two CuPys would overwrite each other
+    pip uninstall --yes cupy-cuda12x cupy-cuda13x 2>/dev/null
+fi
 pip install --constraint constraints.txt --editable ".[$extras]"
 pip check ||
     fail ".venv holds packages that do not fit together; remove .venv and run this again"

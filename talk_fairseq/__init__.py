@@ -19,22 +19,19 @@ __all__ = ["TaLKConv", "TaLKConvUnit", "talk_conv", "talk_conv_reference"]
 __version__ = "0.1.0"
 
 
-
 def _register_with_fairseq():
-    root = logging.getLogger()
+    # Some of fairseq's tasks set up logging when they are imported; that is up to the program.
+    root, chatty = logging.getLogger(), logging.getLogger("fairseq.tasks.text_to_speech")
     handlers, level = root.handlers[:], root.level
+    chatty.setLevel(logging.WARNING)
     try:
-        import fairseq  # noqa: F401
-    except Exception as error:  # whatever a broken installation raises
+        from talk_fairseq import compat  # noqa: F401
+        from talk_fairseq.models import talkconv  # noqa: F401
+    except Exception as error:  # whatever a broken or much older fairseq raises
         warnings.warn(
-            f"fairseq is installed but cannot be imported, so its plugin is off: {error!r}",
+            f"fairseq is installed but the plugin cannot be registered with it: {error!r}",
             stacklevel=3,
         )
-        return
-    from talk_fairseq import compat  # noqa: F401
-    from talk_fairseq.models import talkconv  # noqa: F401
-
-    # One of fairseq's tasks sets up logging when it is imported; that is up to the program.
     root.handlers[:] = handlers
     root.setLevel(level)
 

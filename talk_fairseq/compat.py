@@ -135,6 +135,8 @@ def read_checkpoint(file, map_location="cpu"):
     path = getattr(file, "name", file)
     try:
         state = torch.load(file, map_location=map_location, weights_only=True)
+    except MemoryError:
+        raise
     except Exception as error:  # a truncated file has raised ten kinds of them
         unsafe = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
         got = f"the unsafe type {unsafe[1]}" if unsafe else "a truncated or foreign file"
@@ -142,7 +144,7 @@ def read_checkpoint(file, map_location="cpu"):
         raise ValueError(
             f"expected a checkpoint of fairseq in {path}, got {got} ({cause[:100]})"
         ) from None
-    if not isinstance(state, dict) or "model" not in state:
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         held = f"the keys {list(state)[:5]}" if isinstance(state, dict) else type(state).__name__
         raise ValueError(f"expected a checkpoint of fairseq in {path}, got {held}")
     return state
@@ -355,12 +357,28 @@ def no_devices_on_a_cpu(original, module, device_ids=None, output_device=None, *
     return original(module, device_ids=device_ids, output_device=output_device, **kwargs)
 
 
+def matmul_precision_of_the_environment():
+    """fairseq has no flag for ``torch.set_float32_matmul_precision``.
+
+    ``TALK_MATMUL_PRECISION=medium`` makes matrix products in bfloat16 on processors that have them
+    in hardware, and in tf32 on GPUs. Raises ValueError for a precision that torch does not know.
+    """
+    precision = os.environ.get("TALK_MATMUL_PRECISION", "highest")
+    if precision not in ("highest", "high", "medium"):
+        raise ValueError(
+            f"TALK_MATMUL_PRECISION: expected highest, high or medium, got {precision!r}"
+        )
+    if precision != "highest":  # leave alone what the program may have set
+        torch.set_float32_matmul_precision(precision)
+
+
 def quiet_hydra():
     """Each command prints a screenful about how fairseq calls hydra 1.3, which works."""
     warnings.filterwarnings("ignore", category=UserWarning, module="hydra")
     warnings.filterwarnings("ignore", message="\n'config' is validated against ConfigStore")
 
 
+matmul_precision_of_the_environment()
 quiet_hydra()
 allow_checkpoint_types()
 name_bad_checkpoints()

@@ -1,7 +1,7 @@
 """The TaLK operator on the CPU: Numba kernels that read x once and write the output once.
 
 Both kernels walk along time with a ring of float64 rows just long enough for the longest window
-in the call, so their cost does not depend on the window, and float64 sums need no restarts.
+in the call, so their work does not depend on the window, and float64 sums need no restarts.
 Halves are converted to float32 around the kernel and rounded once, at the end.
 
 The work is split over Python threads (the kernels release the GIL) rather than Numba's own,
@@ -20,6 +20,7 @@ from numba import njit
 _SERIAL = 1 << 15
 # Channels of one task: wide enough for the memory's pages, small enough for the ring to stay in L2.
 _SLAB = 256
+_empty = np.empty  # the tests fill it with NaN
 
 
 def forward(x, offset_left, offset_right, max_left, max_right):
@@ -85,7 +86,7 @@ def _reaches(offset_left, offset_right, max_left, max_right, T):
 
     def side(offset, maximum):
         if offset is None:
-            return np.empty((0, 0, 0)), 0
+            return _empty((0, 0, 0)), 0
         u = offset.detach().numpy() if offset.dtype == torch.float64 else offset.double().numpy()
         u = u * float(maximum)
         longest = np.nanmax(u, initial=0.0)
@@ -110,13 +111,13 @@ def _run(kernel, x, u_left, u_right, reach_left, reach_right, scale, *arguments)
     columns = B * -(-H // group)
     # Cut time only where there are too few columns: a cut costs re-reading a window.
     chunk = T
-    if columns < 2 * threads:
+    if threads > 1 and columns < 2 * threads:
         chunk = max(-(-T * columns // (2 * threads)), 4 * (reach_left + reach_right + 1), 1)
     tasks = columns * -(-T // chunk)
     threads = min(threads, tasks)
     # A power of two, so that a row's place in the ring is a mask rather than a division.
-    span = 1 << (reach_left + reach_right + 2).bit_length()
-    ring = np.empty((threads, span, group * R))
+    span = 1 << min(reach_left + reach_right + 2, T + 1).bit_length()
+    ring = _empty((threads, span, group * R))
 
     def share(index):
         kernel(
@@ -133,9 +134,16 @@ def _run(kernel, x, u_left, u_right, reach_left, reach_right, scale, *arguments)
         other.result()
 
 
-# Divisions and additions keep their order, but for sums over a head's channels, which may be
-# vectorised; NaN and infinity keep their meaning.
-_jit = njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
+def _jit(function):
+    """Compile at the first call, and keep the result on disk where there is a place to write.
+
+    Sums over a head's channels may be vectorised; NaN and infinity keep their meaning.
+    """
+    options = dict(nogil=True, fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # nowhere to write
+        return njit(**options)(function)
 
 
 @_jit
@@ -248,6 +256,7 @@ def _backward_kernel(
                 u = u_left[t, b, h]
                 gradient = 0.0
                 if not u >= 0:
+                    left = t
                     f_left = gradient = np.nan
                 elif u < t:
                     n = int(u)

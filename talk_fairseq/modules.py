@@ -12,6 +12,11 @@ from torch import nn
 from talk_fairseq.operator import talk_conv
 
 
+def _check_probability(name, p):
+    if not 0 <= p < 1:
+        raise ValueError(f"{name}: expected 0 <= p < 1, got {p}")
+
+
 class TaLKConv(nn.Module):
     """Predicts at each time step how far each head looks, and sums over that window.
 
@@ -34,10 +39,10 @@ class TaLKConv(nn.Module):
         super().__init__()
         if heads < 1 or channels % heads:
             raise ValueError(f"heads: expected a divisor of channels = {channels}, got {heads}")
-        if max_left < 0 or max_right < 0:
-            raise ValueError(f"windows: expected at least 0 tokens, got {max_left}, {max_right}")
-        if not 0 <= offset_dropout < 1:
-            raise ValueError(f"offset_dropout: expected 0 <= p < 1, got {offset_dropout}")
+        for name, size in (("max_left", max_left), ("max_right", max_right)):
+            if int(size) != size or size < 0:
+                raise ValueError(f"{name}: expected a whole number of tokens >= 0, got {size}")
+        _check_probability("offset_dropout", offset_dropout)
         self.channels, self.heads = channels, heads
         self.max_left, self.max_right = max_left, max_right
         self.offset_dropout, self.normalize = offset_dropout, normalize
@@ -68,8 +73,9 @@ class TaLKConv(nn.Module):
     def step(self, x, history=None):
         """Continue a sequence: the outputs for the new steps `x` (S, B, C), and the new history.
 
-        `history` (at most `max_left` steps, B, C) holds the inputs that windows can still reach:
-        constant memory, however long the sequence gets. Only for a causal module.
+        `history` (steps, B, C) holds the inputs that windows can still reach, at most `max_left`
+        of them (more only where dropout is on): constant memory, however long the sequence gets.
+        Only for a causal module.
         """
         if self.max_right:
             raise ValueError(f"step: expected a causal module, got max_right = {self.max_right}")
@@ -111,6 +117,7 @@ class TaLKConvUnit(nn.Module):
         normalize=True,
     ):
         super().__init__()
+        _check_probability("input_dropout", input_dropout)
         self.glu, self.input_dropout = glu, input_dropout
         self.linear1 = nn.Linear(channels, 2 * channels if glu else channels)
         self.conv = TaLKConv(channels, heads, max_left, max_right, offset_dropout, normalize)
@@ -136,7 +143,7 @@ class TaLKConvUnit(nn.Module):
         `key` and `value` are taken to be `query`; there are no weights to return.
         """
         if attn_mask is not None:
-            raise ValueError("attn_mask: expected None, a window is no mask; got a tensor")
+            raise ValueError(f"attn_mask: expected None, got {tuple(attn_mask.shape)}")
         x = F.dropout(query, self.input_dropout, self.training)
         x = self.linear1(x)
         if self.glu:

@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import torch
 
 from talk_fairseq import cpu_backend, cuda_backend
@@ -20,7 +21,8 @@ def talk_conv(x, offset_left, offset_right, max_left, max_right):
         out[t] = sum of x over [t - u_l, t + u_r] / (max_left + max_right + 1)
 
     where a token that an end cuts counts by the part inside, and ends stop at the sequence's.
-    Time and memory are linear in T and do not depend on the windows.
+    Time and memory are linear in T; the windows change the time by nothing, and the memory by the
+    rows that a thread keeps at hand.
 
     Args:
         x: (T, B, C) in float64, float32, float16 or bfloat16; any strides.
@@ -73,7 +75,7 @@ def _validate(x, offset_left, offset_right, max_left, max_right):
         if tensor.device != x.device:
             raise ValueError(f"{name}: expected device {x.device} as of x, got {tensor.device}")
     for name, size in (("max_left", max_left), ("max_right", max_right)):
-        if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool):
+        if not isinstance(size, (int, torch.SymInt, np.integer)) or isinstance(size, bool):
             raise TypeError(f"{name}: expected an int, got {type(size).__name__} {size!r}")
         if not 0 <= size < 2**31:
             raise ValueError(f"{name}: expected a window of 0 to 2^31 - 1 tokens, got {size}")
@@ -105,7 +107,9 @@ def _backend(x):
     if forced not in ("reference", *_BACKENDS):
         raise ValueError(f"TALK_CONV_BACKEND: expected reference, cpu or cuda, got {forced!r}")
     if forced != "reference" and forced != device:
-        raise ValueError(f"TALK_CONV_BACKEND={forced}: expected x on that device, got {x.device}")
+        raise ValueError(
+            f"TALK_CONV_BACKEND: expected {device} or reference for x on {x.device}, got {forced!r}"
+        )
     return forced
 
 

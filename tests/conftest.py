@@ -30,7 +30,7 @@ def poisoned_memory(monkeypatch):
     def empty(shape, dtype=float):
         return np.full(shape, np.nan, dtype)
 
-    monkeypatch.setattr(cpu_backend.np, "empty", empty)
+    monkeypatch.setattr(cpu_backend, "_empty", empty)
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield

@@ -590,6 +590,14 @@ def test_language_models_train_and_are_scored(corpus, data, tmp_path):
     assert line.startswith("ValueError: expected tokens to score, got none")
 
 
+@pytest.mark.parametrize("precision, shown", [("medium", "medium"), ("low", "got 'low'")])
+def test_matmul_precision_of_the_environment(precision, shown):
+    code = "import talk_fairseq, torch; print(torch.get_float32_matmul_precision())"
+    env = {**os.environ, "TALK_MATMUL_PRECISION": precision}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert shown in done.stdout + done.stderr
+
+
 @pytest.mark.slow
 def test_two_processes_resume_one(data, trained, tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -108,7 +108,8 @@ def test_units_of_one_decoder_keep_their_own_state():
     [
         ((10, 3, 1), "heads: expected a divisor of channels = 10, got 3"),
         ((10, 0, 1), "heads: expected a divisor of channels = 10, got 0"),
-        ((10, 2, -1), "windows: expected at least 0 tokens, got -1, 0"),
+        ((10, 2, -1), "max_left: expected a whole number of tokens >= 0, got -1"),
+        ((10, 2, 1, 1.5), "max_right: expected a whole number of tokens >= 0, got 1.5"),
         ((10, 2, 1, 1, 1.0), "offset_dropout: expected 0 <= p < 1, got 1.0"),
     ],
 )

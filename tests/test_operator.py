@@ -12,7 +12,7 @@ import oracle
 import pytest
 import torch
 
-from talk_fairseq import talk_conv, talk_conv_reference
+from talk_fairseq import cpu_backend, talk_conv, talk_conv_reference
 
 BACKENDS = ["reference", "cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 DTYPES = list(oracle.TOLERANCE)
@@ -24,6 +24,7 @@ SHAPES = [  # T, B, C, H
     (65, 2, 64, 4),
     (129, 1, 96, 2),
     (151, 2, 40, 5),
+    (70, 1, 500, 5),  # more channels than a task of the CPU backend takes
 ]
 WINDOWS = [(0, 0), (1, 1), (7, 0), (3, 9), (31, 31), (400, 200)]  # the last beyond every T
 
@@ -77,6 +78,18 @@ def test_against_the_oracle(on, poisoned_memory, shape, dtype):
         oracle.check_backward(
             functools.partial(gradients, talk_conv), torch.randn_like(args[0]), *args
         )
+
+
+@pytest.mark.parametrize("threads", [2, 7])
+def test_cpu_cuts_time_among_threads(monkeypatch, poisoned_memory, threads):
+    monkeypatch.setattr(cpu_backend, "_SERIAL", 1)
+    torch.set_num_threads(threads)
+    for shape in SHAPES:
+        for window in WINDOWS:
+            args = arguments(*shape, *window)
+            oracle.check_forward(talk_conv, *args)
+            backward = functools.partial(gradients, talk_conv)
+            oracle.check_backward(backward, torch.randn_like(args[0]), *args)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +199,7 @@ def test_negative_and_nan_offsets_give_nan(on):
     bad = out.isnan().nonzero().tolist()
     assert bad == [[4, 0, 0], [4, 0, 1], [9, 0, 2], [9, 0, 3]]
     dx, _, _ = gradients(talk_conv, *on(torch.ones_like(x), x, left, right, *window))
-    assert dx.isnan().any()
+    assert dx[3:5, 0, :2].isnan().any() and dx[9:11, 0, 2:].isnan().any()
 
 
 def test_infinite_offsets_reach_the_edges(on):
@@ -326,11 +339,15 @@ def test_bad_arguments(args, error, message):
 
 
 @pytest.mark.parametrize(
-    "forced, message", [("gpu", "expected reference, cpu or cuda, got 'gpu'"), ("cuda", "got cpu")]
+    "forced, message",
+    [
+        ("gpu", "expected reference, cpu or cuda, got 'gpu'"),
+        ("cuda", "expected cpu or reference for x on cpu, got 'cuda'"),
+    ],
 )
 def test_impossible_backend(monkeypatch, forced, message):
     monkeypatch.setenv("TALK_CONV_BACKEND", forced)
-    with pytest.raises(ValueError, match=f"TALK_CONV_BACKEND.*{message}"):
+    with pytest.raises(ValueError, match=f"TALK_CONV_BACKEND: {message}"):
         talk_conv(X, OFFSET, None, 1, 0)
 
 

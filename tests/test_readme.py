@@ -47,6 +47,10 @@ def test_commands(corpus, tmp_path):
     assert ran == 3
 
 
+def test_no_number_is_left_to_fill_in():
+    assert not re.search(r"^[A-Z]+-[A-Z]+$", TEXT, re.M)
+
+
 def test_files_and_scripts_exist():
     for name in re.findall(r"\]\((?!http)([^)]+)\)", TEXT) + re.findall(r"scripts/\w+\.sh", TEXT):
         assert (ROOT / name).exists(), name

@@ -1,5 +1,6 @@
 """The encoder-decoder as a fairseq user meets it: archs, flags, YAML, training, generation."""
 
+import argparse
 import io
 import re
 import subprocess
@@ -193,10 +194,12 @@ def test_window_list(text, layers, expected):
         ("--encoder-max-left 3,7", "encoder_max_left: expected 7 windows, one a layer, got 2"),
         ("--encoder-max-right 3x9", "encoder_max_right: expected 7 windows, one a layer, got 9"),
         ("--decoder-max-left 3,a", "decoder_max_left: expected windows such as '3,7,31x2'"),
+        ("--decoder-max-left 3x0,3x6", "decoder_max_left: expected windows such as '3,7,31x2'"),
+        ("--input-dropout 2", "input_dropout: expected 0 <= p < 1, got 2"),
         ("--decoder-max-left=-1x6", "decoder_max_left: expected windows of at least 0"),
         ("--encoder-talk-heads 7", "heads: expected a divisor of channels = 512, got 7"),
         ("--offset-dropout 1.5", "offset_dropout: expected 0 <= p < 1, got 1.5"),
-        ("--cross-self-attention", "cross_self_attention: .* expected False"),
+        ("--cross-self-attention", "cross_self_attention: expected False"),
     ],
 )
 def test_bad_flags(flags, message):
@@ -210,12 +213,43 @@ def test_bad_flags(flags, message):
         ("_name: talkconv_cnndm_std\nencoder_max_lefft: 3", "model.encoder_max_lefft"),
         ("_name: talkconv\nencoder_max_lefft: 3", "encoder_max_lefft"),
         ("_name: talkconv\nencoder_layers: many", "encoder_layers"),
+        ("_name: talkconv\nencoder_layers: 1\nencoder_max_left: [3.7]", "encoder_max_left"),
         ("_name: talkconv_cnndm_std\nencoder_layers: many", "encoder_layers"),
     ],
 )
 def test_bad_yaml(text, message):
     with pytest.raises(Exception, match=message):
         build(from_yaml(text))
+
+
+@pytest.mark.parametrize("source", ["flags", "yaml"])
+def test_layers_to_keep(source):
+    """Pruned at load: the layers that are kept have the weights and windows that they had."""
+    full = build_model(from_flags(*FLAGS), task())
+    if source == "flags":
+        cfg = from_flags(*FLAGS, "--encoder-layers-to-keep", "0,2", "--decoder-layers-to-keep", "1")
+    else:
+        cfg = from_yaml(YAML + "    encoder_layers_to_keep: 0,2\n    decoder_layers_to_keep: '1'\n")
+    pruned = build_model(cfg, task())
+    pruned.load_state_dict(full.state_dict(), strict=True, model_cfg=cfg)
+    windows = [(unit.conv.max_left, unit.conv.max_right) for unit in units(pruned, "encoder")]
+    assert windows == [(1, 2), (9, 8)]
+    assert [unit.conv.max_left for unit in units(pruned, "decoder")] == [5]
+    for kept, layer in ((0, 0), (1, 2)):
+        got, want = (
+            units(m, "encoder")[i].linear1.weight for m, i in ((pruned, kept), (full, layer))
+        )
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("arch", ["talkconv", "talkconv_iwslt_de_en"])
+def test_from_a_namespace(arch):
+    args = argparse.Namespace(
+        arch=arch, encoder_layers=2, encoder_max_left="1,2", dropout=0.5, other=1
+    )
+    model = build(args)
+    assert [unit.conv.max_left for unit in units(model, "encoder")] == [1, 2]
+    assert model.encoder.dropout_module.p == 0.5
 
 
 # --- The model ---
@@ -374,6 +408,45 @@ def test_hydra_train_from_yaml(corpus, tmp_path):
     )
     fairseq("hydra-train", "--config-dir", tmp_path, "--config-name", "small", cwd=tmp_path)
     assert len(hypotheses(generate(corpus, tmp_path / "checkpoints/checkpoint_last.pt"))) == 43
+
+
+def test_ensemble_of_two_models_scores_between_them(corpus, trained, tmp_path):
+    """The ensemble's score of a hypothesis is that of the averaged probabilities."""
+    fairseq(
+        "train", corpus, *SMALL, "--optimizer", "adam", "--lr", 0.01, "--max-tokens", 2000,
+        "--max-update", 12, "--save-dir", tmp_path, "--no-epoch-checkpoints", "--seed", 7,
+        "--log-format", "none",
+    )  # fmt: skip
+    other = tmp_path / "checkpoint_last.pt"
+    flags = ["--score-reference", "--beam", 1]
+    first, second, both = (
+        hypotheses(generate(corpus, path, *flags))
+        for path in (trained, other, f"{trained}:{other}")
+    )
+    assert len(both) == 43 and first != second
+    for sentence, (score, _) in both.items():
+        scores = first[sentence][0], second[sentence][0]
+        assert min(scores) - 1e-3 <= score <= max(scores) + 1  # a mean of probabilities, in bits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (["--user-dir", "/no/such/plugin"], "/no/such/plugin"),
+        (["--max-source-positions", 3], "exceeds|maximum|max_positions|Size of sample"),
+        (["--encoder-ffn-embed-dim", 48], "please ensure that the architectures match"),
+    ],
+)
+def test_bad_input_stops_training_with_a_clear_error(corpus, trained, tmp_path, change, message):
+    """A plugin that is not there, sentences over the maximum, a checkpoint of another model."""
+    printed = fairseq(
+        "train", corpus, *SMALL, "--optimizer", "adam", "--max-tokens", 2000, "--max-update", 1,
+        "--restore-file", trained, "--save-dir", tmp_path / "new", *change, check=False,
+        plugin=change[1] if change[0] == "--user-dir" else PLUGIN,
+    )  # fmt: skip
+    assert re.search(message, printed.strip().splitlines()[-1]), printed[-2000:]
+    assert not list(tmp_path.rglob("*.pt"))
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """The TaLK-Conv encoder-decoder: fairseq's Transformer with TaLKConvUnit for self-attention."""
 
 import argparse
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Any, Optional
 
 from fairseq.dataclass import FairseqDataclass
@@ -45,6 +45,8 @@ def _flat_transformer_config():
             kind, default = inner.type, inner.default
             if isinstance(default, str) and default.startswith("${"):
                 kind, default = Optional[int], None  # the embedding size; see nested_config
+            if inner.name == "layers_to_keep":
+                kind = Optional[str]  # "0,2": fairseq declares a list, and then splits text
             metadata = dict(inner.metadata)
             options.append((prefix + inner.name, kind, field(default=default, metadata=metadata)))
     return make_dataclass("FlatTransformerConfig", options, bases=(FairseqDataclass,))
@@ -130,8 +132,9 @@ def nested_config(cfg, config):
     Raises ValueError for an option that does not exist or does not fit.
     """
     known = {option.name for option in fields(config)}
-    if isinstance(cfg, argparse.Namespace):
-        # A checkpoint of fairseq 0.10 or older holds the flags of everything.
+    if is_dataclass(cfg):  # fairseq makes one of a Namespace that names the model itself
+        cfg = OmegaConf.structured(cfg)
+    if isinstance(cfg, argparse.Namespace):  # the flags of everything
         given = {name: value for name, value in vars(cfg).items() if name in known}
     else:
         given = {name: value for name, value in cfg.items() if name not in ("_name", "arch")}
@@ -150,7 +153,7 @@ def nested_config(cfg, config):
     nested.decoder.input_dim = nested.decoder.input_dim or nested.decoder.embed_dim
     nested.decoder.output_dim = nested.decoder.output_dim or nested.decoder.embed_dim
     if nested.cross_self_attention:
-        raise ValueError("cross_self_attention: a window cannot span two sequences; expected False")
+        raise ValueError("cross_self_attention: expected False with windows, got True")
     return nested
 
 
@@ -161,21 +164,41 @@ def window_list(name, windows, layers):
     """
     try:
         if isinstance(windows, str):
-            entries = (entry.strip().split("x") for entry in windows.split(","))
-            windows = [int(e[0]) for e in entries for _ in range(int(*e[1:]) if e[1:] else 1)]
+            given = []
+            for entry in windows.split(","):
+                window, times, count = entry.partition("x")
+                given += [int(window)] * (_at_least_1(int(count)) if times else 1)
         else:
-            windows = [int(w) for w in ([windows] if isinstance(windows, int) else windows)]
+            given = [windows] if isinstance(windows, int) else list(windows)
+            if not all(type(window) is int for window in given):
+                raise TypeError
     except (TypeError, ValueError):
         raise ValueError(
             f"{name}: expected windows such as '3,7,31x2', one a layer, got {windows!r}"
         ) from None
-    if len(windows) != layers:
+    if len(given) != layers:
         raise ValueError(
-            f"{name}: expected {layers} windows, one a layer, got {len(windows)}: {windows}"
+            f"{name}: expected {layers} windows, one a layer, got {len(given)}: {given}"
         )
-    if min(windows, default=0) < 0:
-        raise ValueError(f"{name}: expected windows of at least 0 tokens, got {windows}")
-    return windows
+    if min(given, default=0) < 0:
+        raise ValueError(f"{name}: expected windows of at least 0 tokens, got {given}")
+    return given
+
+
+def _at_least_1(count):
+    if count < 1:
+        raise ValueError
+    return count
+
+
+def keep_windows(side, name, *windows):
+    """Leave the windows of the layers that `layers_to_keep` names, as fairseq leaves the layers."""
+    if side.layers_to_keep:
+        kept = sorted(int(layer) for layer in side.layers_to_keep.split(","))
+        for option in windows:
+            if getattr(side, option) is not None:
+                given = window_list(f"{name}_{option}", getattr(side, option), side.layers)
+                setattr(side, option, [given[layer] for layer in kept])
 
 
 # --- Model ---
@@ -268,7 +291,10 @@ class TaLKConvModel(TransformerModelBase):
 
     @classmethod
     def build_model(cls, cfg, task):
-        return super().build_model(nested_config(cfg, TaLKConvConfig), task)
+        cfg = nested_config(cfg, TaLKConvConfig)
+        keep_windows(cfg.encoder, "encoder", "max_left", "max_right")
+        keep_windows(cfg.decoder, "decoder", "max_left")
+        return super().build_model(cfg, task)
 
     @classmethod
     def build_encoder(cls, cfg, src_dict, embed_tokens):

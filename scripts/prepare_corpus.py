@@ -1,0 +1,142 @@
+#!/usr/bin/env python3
+"""Check a parallel corpus, learn one SentencePiece BPE for both languages, and cut it into pieces.
+
+    prepare_corpus.py --data data/bible-es-en --source-lang es --target-lang en --check
+    prepare_corpus.py --data data/bible-es-en --source-lang es --target-lang en --output corpus
+
+Reads ``{train,valid,test}.{es,en}``, one sentence a line, also with ``.gz``. Writes the same files
+as plain text, ``sentencepiece.model``, and the sentences as pieces in ``pieces/``, which is what
+fairseq-preprocess reads. The output folder appears only once all of it is written.
+"""
+
+import argparse
+import gzip
+import shutil
+import sys
+import zlib
+from pathlib import Path
+
+SPLITS = ("train", "valid", "test")
+LONGEST = 1000  # pieces of a sentence; the models take 1,024 positions
+
+
+def read_sentences(folder, name):
+    """The lines of ``folder/name`` or ``folder/name.gz``.
+
+    Raises ValueError if the file is missing, empty, has an empty line, or is not UTF-8 text.
+    """
+    path = folder / name
+    if not path.exists():
+        path = folder / f"{name}.gz"
+    if not path.exists():
+        raise ValueError(f"{folder / name}: no such file, nor with .gz")
+    try:
+        content = path.read_bytes()
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not readable as UTF-8 text: {error}") from None
+    # Not splitlines(): only line feeds end a sentence, for fairseq too.
+    lines = [" ".join(line.split()) for line in text.removesuffix("\n").split("\n")]
+    if not any(lines):
+        raise ValueError(f"{path}: empty; expected one sentence a line")
+    if "" in lines:
+        raise ValueError(f"{path}: line {lines.index('') + 1} is empty; expected a sentence")
+    return lines
+
+
+def read_corpus(folder, languages):
+    """``{"train.es": [sentence, …], …}``. Raises ValueError where the two sides do not fit."""
+    if languages[0] == languages[1]:
+        raise ValueError(f"expected two languages, got {languages[0]} twice")
+    corpus = {}
+    for split in SPLITS:
+        names = [f"{split}.{language}" for language in languages]
+        corpus.update((name, read_sentences(folder, name)) for name in names)
+        first, second = (len(corpus[name]) for name in names)
+        if first != second:
+            raise ValueError(
+                f"{folder}: expected as many lines in {names[0]} as in {names[1]}, "
+                f"got {first} and {second}"
+            )
+    return corpus
+
+
+def learn_pieces(corpus, languages, vocabulary, path):
+    """Write ``path``, a BPE of both languages, and return it.
+
+    A small corpus gives fewer pieces than `vocabulary`. Raises ValueError if it cannot be learnt.
+    """
+    import sentencepiece
+
+    sentences = [line for language in languages for line in corpus[f"train.{language}"]]
+    with open(path, "wb") as model:
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(sentences),
+                model_writer=model,
+                model_type="bpe",
+                vocab_size=vocabulary,
+                hard_vocab_limit=False,
+                character_coverage=1.0,
+                normalization_rule_name="identity",  # the reference is not normalised either
+                minloglevel=2,
+            )
+        except RuntimeError as error:  # for one, fewer pieces than the text has characters
+            raise ValueError(f"SentencePiece: {error}") from None
+    return sentencepiece.SentencePieceProcessor(model_file=str(path))
+
+
+def write_lines(path, lines):
+    """One line each."""
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def prepare(corpus, languages, vocabulary, output):
+    """Write the folder ``output``, whole or not at all; return ``{name: number of pieces}``."""
+    partial = output.with_name(output.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    (partial / "pieces").mkdir(parents=True)
+    pieces = learn_pieces(corpus, languages, vocabulary, partial / "sentencepiece.model")
+    counts = {}
+    for name, sentences in corpus.items():
+        encoded = pieces.encode(sentences, out_type=str)
+        longest = max(map(len, encoded))
+        if longest > LONGEST:
+            raise ValueError(f"{name}: expected at most {LONGEST} pieces a sentence, got {longest}")
+        counts[name] = sum(map(len, encoded))
+        write_lines(partial / name, sentences)
+        write_lines(partial / "pieces" / name, map(" ".join, encoded))
+    partial.rename(output)
+    return counts
+
+
+def main():
+    """Run the command; one line and status 2 for input that cannot be used."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="folder with the corpus")
+    parser.add_argument("--source-lang", required=True)
+    parser.add_argument("--target-lang", required=True)
+    parser.add_argument("--vocabulary", type=int, default=4000, help="pieces to learn (4000)")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--output", type=Path, help="folder to write")
+    what.add_argument("--check", action="store_true", help="only check the corpus")
+    args = parser.parse_args()
+    languages = (args.source_lang, args.target_lang)
+    try:
+        corpus = read_corpus(args.data, languages)
+        if args.check:
+            return
+        counts = prepare(corpus, languages, args.vocabulary, args.output)
+    except (OSError, ValueError) as error:
+        print(f"prepare_corpus.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    for split in SPLITS:
+        names = [f"{split}.{language}" for language in languages]
+        sizes = " and ".join(f"{counts[name]:,}" for name in names)
+        print(f"{split}: {len(corpus[names[0]]):,} sentence pairs, {sizes} pieces")
+
+
+if __name__ == "__main__":
+    main()
