@@ -290,6 +290,8 @@ def measure(case, mode, args, earlier):
     """{peer: {"seconds": …, "memory": …} or {"error": why}} for one case and mode."""
     results, steps = {}, {}
     for name, (build, order) in PEERS.items():
+        if args.only and not (name in ("copy", "TaLK") or args.only in name):
+            continue
         T, took = earlier.get(name, (case.T, 0))
         if (predicted := took * (case.T / T) ** order) > args.limit:
             results[name] = {"error": f"too slow: about {predicted:.0f} s an iteration"}
@@ -362,7 +364,7 @@ def plot(cells, path):
                     (cell["T"], value(cell["results"][name]))
                     for cell in cells
                     if (cell["dtype"], cell["mode"]) == (dtype, mode)
-                    and "seconds" in cell["results"][name]
+                    and "seconds" in cell["results"].get(name, {})
                 ]
                 points = [(T, v) for T, v in points if v > 0]
                 if points:
@@ -389,6 +391,7 @@ def main():
     parser.add_argument("--batch", type=int, default=10, help="B (10)")
     parser.add_argument("--channels", type=int, default=1024, help="C (1024)")
     parser.add_argument("--heads", type=int, default=16, help="H (16)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="peers with this in their name")
     parser.add_argument("--turns", type=int, default=7, help="turns the medians are of (7)")
     parser.add_argument("--limit", type=float, default=5, help="seconds an iteration may take (5)")
     parser.add_argument("--cpu", action="store_true", help="measure the CPU where there is a GPU")

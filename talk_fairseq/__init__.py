@@ -25,15 +25,18 @@ def _register_with_fairseq():
     handlers, level = root.handlers[:], root.level
     chatty.setLevel(logging.WARNING)
     try:
-        from talk_fairseq import compat  # noqa: F401
-        from talk_fairseq.models import talkconv  # noqa: F401
-    except Exception as error:  # whatever a broken or much older fairseq raises
+        import fairseq  # noqa: F401
+    except Exception as error:  # whatever a broken installation raises; the operator works on
         warnings.warn(
-            f"fairseq is installed but the plugin cannot be registered with it: {error!r}",
+            f"fairseq is installed but cannot be imported, so its plugin is off: {error!r}",
             stacklevel=3,
         )
-    root.handlers[:] = handlers
-    root.setLevel(level)
+    else:
+        from talk_fairseq import compat  # noqa: F401
+        from talk_fairseq.models import talkconv  # noqa: F401
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 if importlib.util.find_spec("fairseq") is not None:

@@ -48,6 +48,18 @@ def test_table_json_and_plot(tmp_path):
     assert (tmp_path / "talk.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+def test_faster_than_attention(tmp_path):
+    """At T=1000, B=10, C=1024, H=16 in float32 on a CPU, in one process: the bars of the README."""
+    command = [sys.executable, SCRIPT, "--cpu", "--lengths", "1000", "--dtypes", "float32"]
+    command += ["--turns", "3", "--only", "attention", "--output", tmp_path / "talk"]
+    subprocess.run(command, capture_output=True, check=True)
+    for cell in json.loads((tmp_path / "talk.json").read_text())["cells"]:
+        seconds = {name: row.get("seconds") for name, row in cell["results"].items()}
+        times_faster = seconds["scaled_dot_product_attention"] / seconds["TaLK"]
+        assert times_faster >= {"forward": 12, "forward+backward": 8}[cell["mode"]], seconds
+
+
 def test_it_refuses_to_measure_a_wrong_operator(benchmark, monkeypatch):
     right = benchmark.talk_conv
     monkeypatch.setattr(benchmark, "talk_conv", lambda *arguments: 1.001 * right(*arguments))

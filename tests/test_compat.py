@@ -596,6 +596,7 @@ def test_matmul_precision_of_the_environment(precision, shown):
     env = {**os.environ, "TALK_MATMUL_PRECISION": precision}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert shown in done.stdout + done.stderr
+    assert (done.returncode == 0) == (precision == "medium")
 
 
 @pytest.mark.slow
