@@ -330,13 +330,14 @@ def _shared_memory(device):
 def _check_cupy():
     if cupy is None:
         raise RuntimeError(
-            "talk_conv on CUDA needs CuPy: pip install talk-fairseq[cuda12] or talk-fairseq[cuda13]"
+            "talk_conv on CUDA needs CuPy: run scripts/setup.sh cuda12 (or cuda13, as PyTorch was "
+            "built for), or set TALK_CONV_BACKEND=reference"
         )
     ours, theirs = torch.version.cuda, cupy.cuda.runtime.runtimeGetVersion() // 1000
     if ours is None or int(ours.split(".")[0]) != theirs:
         raise RuntimeError(
             f"PyTorch is built for CUDA {ours} and CuPy for CUDA {theirs}: "
-            f"pip install talk-fairseq[cuda{(ours or '12').split('.')[0]}]"
+            f"run scripts/setup.sh cuda{(ours or '12').split('.')[0]}"
         )
 
 

@@ -79,7 +79,7 @@ def test_without_cupy(monkeypatch):
     """The import is free of CuPy; the first launch names the extra."""
     monkeypatch.setattr(cuda_backend, "cupy", None)
     cuda_backend._check_cupy.cache_clear()
-    with pytest.raises(RuntimeError, match=r"pip install talk-fairseq\[cuda12\]"):
+    with pytest.raises(RuntimeError, match="run scripts/setup.sh cuda12"):
         cuda_backend.forward(None, None, None, 1, 1)
 
 
