@@ -8,7 +8,9 @@ The work is split over Python threads (the kernels release the GIL) rather than 
 whose fallback layers abort under concurrent calls or after a fork.
 """
 
+import ctypes
 import functools
+import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,8 +18,12 @@ import numpy as np
 import torch
 from numba import njit
 
+# Bytes from which fresh memory asks for huge pages.
+_LARGE = 4 << 20
 # Elements below which starting threads costs more than it saves.
 _SERIAL = 1 << 15
+# Time steps of one task, unless windows are large.
+_CHUNK = 1024
 # Channels of one task: wide enough for the memory's pages, small enough for the ring to stay in L2.
 _SLAB = 256
 _empty = np.empty  # the tests fill it with NaN
@@ -28,9 +34,10 @@ def forward(x, offset_left, offset_right, max_left, max_right):
     H = offset_left.shape[2]
     reaches = _reaches(offset_left, offset_right, max_left, max_right, x.shape[0])
     rows = _arithmetic(x)
-    out = torch.empty_like(rows)
+    out = _fresh_like(rows)
     _run(
         _forward_kernel,
+        _chunk(x.shape[0], max_left, max_right),
         _heads(rows, H),
         *reaches,
         1.0 / (max_left + max_right + 1),
@@ -48,11 +55,12 @@ def backward(dout, x, offset_left, offset_right, max_left, max_right):
     H = offset_left.shape[2]
     reaches = _reaches(offset_left, offset_right, max_left, max_right, T)
     rows = _arithmetic(x)
-    dx = torch.empty_like(rows)
+    dx = _fresh_like(rows)
     d_left = torch.empty(T, B, H, dtype=rows.dtype)
     d_right = d_left if offset_right is None else torch.empty_like(d_left)
     _run(
         _backward_kernel,
+        _chunk(x.shape[0], max_left, max_right),
         _heads(rows, H),
         *reaches,
         1.0 / (max_left + max_right + 1),
@@ -68,6 +76,21 @@ def backward(dout, x, offset_left, offset_right, max_left, max_right):
         d_left.to(offset_left.dtype),
         None if offset_right is None else d_right.to(offset_right.dtype),
     )
+
+
+def _fresh_like(tensor):
+    """Memory for a result. Linux takes longer to map it in small pages than a kernel to fill it."""
+    fresh = torch.empty_like(tensor)
+    if fresh.nbytes >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        begin = -(-fresh.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = fresh.data_ptr() + fresh.nbytes - begin
+        _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+    return fresh
+
+
+@functools.cache
+def _libc():
+    return ctypes.CDLL(None)
 
 
 def _arithmetic(tensor):
@@ -103,17 +126,19 @@ def _pool(process, threads):
     return ThreadPoolExecutor(threads, thread_name_prefix="talk_conv")
 
 
-def _run(kernel, x, u_left, u_right, reach_left, reach_right, scale, *arguments):
+def _chunk(T, max_left, max_right):
+    """Rows of a task. It follows from the call's sizes but for B, so that a sentence's bits do not
+    depend on its batch; each chunk reads the rows that its windows reach once more.
+    """
+    return min(T, max(_CHUNK, 4 * (max_left + max_right + 1)))
+
+
+def _run(kernel, chunk, x, u_left, u_right, reach_left, reach_right, scale, *arguments):
     """Call `kernel` on all tasks (time chunk, batch, group of heads), over torch's CPU threads."""
     T, B, H, R = x.shape
     threads = torch.get_num_threads() if x.size >= _SERIAL else 1
     group = max(1, min(H, _SLAB // R))
-    columns = B * -(-H // group)
-    # Cut time only where there are too few columns: a cut costs re-reading a window.
-    chunk = T
-    if threads > 1 and columns < 2 * threads:
-        chunk = max(-(-T * columns // (2 * threads)), 4 * (reach_left + reach_right + 1), 1)
-    tasks = columns * -(-T // chunk)
+    tasks = B * -(-H // group) * -(-T // chunk)
     threads = min(threads, tasks)
     # A power of two, so that a row's place in the ring is a mask rather than a division.
     span = 1 << min(reach_left + reach_right + 2, T + 1).bit_length()
@@ -285,6 +310,8 @@ def _backward_kernel(
                     if begin <= t < end:
                         d_right[t, b, h] = gradient
 
+                if right + 1 < begin:
+                    continue
                 # Rows before this chunk are summed into its first row; rows after it are not ours.
                 _add(ring, max(left, begin), end, lo, g, 1.0 - f_left)
                 if f_left != 0.0:
