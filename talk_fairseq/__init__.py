@@ -11,11 +11,19 @@ import importlib.util
 import logging
 import warnings
 
+from talk_fairseq.decoding import TaLKConvState
 from talk_fairseq.modules import TaLKConv, TaLKConvUnit
-from talk_fairseq.operator import talk_conv
+from talk_fairseq.operator import talk_conv, talk_conv_update
 from talk_fairseq.reference import talk_conv_reference
 
-__all__ = ["TaLKConv", "TaLKConvUnit", "talk_conv", "talk_conv_reference"]
+__all__ = [
+    "TaLKConv",
+    "TaLKConvState",
+    "TaLKConvUnit",
+    "talk_conv",
+    "talk_conv_reference",
+    "talk_conv_update",
+]
 __version__ = "0.1.0"
 
 
@@ -33,7 +41,7 @@ def _register_with_fairseq():
         )
     else:
         from talk_fairseq import compat  # noqa: F401
-        from talk_fairseq.models import talkconv  # noqa: F401
+        from talk_fairseq.models import talkconv, talkconv_lm  # noqa: F401
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)

@@ -27,6 +27,7 @@ _CHUNK = 1024
 # Channels of one task: wide enough for the memory's pages, small enough for the ring to stay in L2.
 _SLAB = 256
 _empty = np.empty  # the tests fill it with NaN
+_NO_ORIGIN = np.empty((0, 0), np.int32)
 
 
 def forward(x, offset_left, offset_right, max_left, max_right):
@@ -76,6 +77,30 @@ def backward(dout, x, offset_left, offset_right, max_left, max_right):
         d_left.to(offset_left.dtype),
         None if offset_right is None else d_right.to(offset_right.dtype),
     )
+
+
+def update(x, offset_left, sums, origin, steps, max_left):
+    """The next outputs (S, B, C) of a causal sequence, after `steps` others.
+
+    `sums` and `origin` are those of a TaLKConvState; the new steps are written into them.
+    """
+    S, B, C = x.shape
+    H = offset_left.shape[2]
+    rows = _arithmetic(x)
+    out = torch.empty_like(rows)
+    arguments = (
+        _heads(rows, H),
+        _arithmetic(offset_left).detach().numpy(),
+        _heads(sums, H),
+        _NO_ORIGIN if origin is None else origin.numpy(),
+        steps,
+        max_left,
+        _heads(out, H),
+    )
+    threads = min(torch.get_num_threads() if x.numel() >= _SERIAL else 1, B)
+    shares = [(B * index // threads, B * (index + 1) // threads) for index in range(threads)]
+    _share(lambda index: _update_kernel(*arguments, *shares[index]), threads)
+    return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
 def _fresh_like(tensor):
@@ -150,11 +175,16 @@ def _run(kernel, chunk, x, u_left, u_right, reach_left, reach_right, scale, *arg
             chunk, group, ring[index], index, tasks, threads,
         )  # fmt: skip
 
+    _share(share, threads)
+
+
+def _share(work, threads):
+    """Call `work` on 0 to `threads` - 1, each in a thread."""
     others = []
     if threads > 1:
         pool = _pool(os.getpid(), torch.get_num_threads())
-        others = [pool.submit(share, index) for index in range(1, threads)]
-    share(0)
+        others = [pool.submit(work, index) for index in range(1, threads)]
+    work(0)
     for other in others:
         other.result()
 
@@ -330,6 +360,76 @@ def _backward_kernel(
                         row[r] = sums[r] * scale
                         done[r] = 0.0
                 j += 1
+
+
+@_jit
+def _update_kernel(x, offset, sums, origin, steps, max_left, out, first, last):
+    """Sequences `first` to `last` - 1: each step adds a row to the ring, and reads its window.
+
+    With running sums P that start anew when the ring does, and for an earlier row are minus the
+    sum of what lies between::
+
+        out[t] = (P(t) - P(t - n - 1) + f * (P(t - n - 1) - P(t - n - 2))) / (max_left + 1)
+    """
+    S, B, H, R = x.shape
+    L = sums.shape[0]
+    scale = 1.0 / (max_left + 1)
+    for b in range(first, last):
+        for s in range(S):
+            t = steps + s
+            slot = t % L
+            for h in range(H):
+                row = x[s, b, h]
+                now = sums[slot, b, h]
+                if slot == 0:
+                    for r in range(R):
+                        now[r] = row[r]
+                else:
+                    last_row = sums[slot - 1, _column(origin, slot - 1, b), h]
+                    for r in range(R):
+                        now[r] = last_row[r] + row[r]
+
+                u = np.float64(offset[s, b, h]) * max_left
+                n, f = t, 0.0
+                if not u >= 0:
+                    n, f = 0, np.nan
+                elif u < t:
+                    n = int(u)
+                    f = u - n
+                target = out[s, b, h]
+                if n > L - 3:
+                    target[:] = np.nan
+                    continue
+                # Slots from the ring's start; negative ones count from its end, in NumPy too.
+                k = slot - n - 1
+                k_cut = k - 1 if f != 0.0 else k
+                total = sums[L - 1, _column(origin, L - 1, b), h]
+                before = sums[k, _column(origin, k, b), h]
+                cut = sums[k_cut, _column(origin, k_cut, b), h]
+                if k == -1:  # P is 0, and the row that is cut the last of the turn before
+                    if f == 0.0:
+                        for r in range(R):
+                            target[r] = now[r] * scale
+                    else:
+                        for r in range(R):
+                            target[r] = (now[r] + f * (total[r] - cut[r])) * scale
+                elif k == 0 and f != 0.0:  # the row that is cut the first of this turn
+                    for r in range(R):
+                        target[r] = (now[r] - before[r] + f * before[r]) * scale
+                elif k >= 0:
+                    for r in range(R):
+                        target[r] = (now[r] - before[r] + f * (before[r] - cut[r])) * scale
+                else:
+                    for r in range(R):
+                        ends = f * (before[r] - cut[r])
+                        target[r] = (now[r] + (total[r] - before[r]) + ends) * scale
+            if origin.size:
+                origin[slot, b] = b
+
+
+@_jit
+def _column(origin, slot, b):
+    return origin[slot, b] if origin.size else b
 
 
 @_jit

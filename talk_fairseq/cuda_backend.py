@@ -41,10 +41,11 @@ _SHARED_MEMORY = 48 * 1024  # what a block may use without asking
 _POINTERS = (
     "x", "dout", "offset_left", "offset_right", "out", "d_offset_left", "d_offset_right",
     "sums", "totals", "clipped", "reach", "starts", "slots", "entries",
+    "origin",
 )  # fmt: skip
 _SIZES = (
     "T", "B", "C", "H", "R", "max_left", "max_right", "before", "after", "tile", "lanes",
-    "float32_offsets",
+    "float32_offsets", "ring", "columns", "steps",
 )  # fmt: skip
 _PROBLEM = np.dtype(
     [(name, np.uintp) for name in _POINTERS]
@@ -52,7 +53,7 @@ _PROBLEM = np.dtype(
     + [(name, np.int32) for name in _SIZES],
     align=True,
 )
-_pack = struct.Struct(f"{len(_POINTERS)}Pd{len(_SIZES)}i").pack
+_pack = struct.Struct(f"{len(_POINTERS)}Pd{len(_SIZES)}i0P").pack  # 0P: padded as a struct is
 
 
 def source_path():
@@ -124,6 +125,19 @@ def backward(dout, x, offset_left, offset_right, max_left, max_right):
         )
 
 
+def update(x, offset_left, sums, origin, steps, max_left):
+    """The next outputs (S, B, C) of a causal sequence, after `steps` others, in one launch.
+
+    `sums` and `origin` are those of a TaLKConvState; the new steps are written into them.
+
+    Raises:
+        RuntimeError: CuPy is missing, or built for another CUDA than PyTorch.
+    """
+    _check_cupy()
+    with torch.cuda.device(x.device):
+        return update_with(_launch, x, offset_left, sums, origin, steps, max_left)
+
+
 # -------------------------------------------------------------------------------------- planning
 # What is launched follows from sizes alone. `launch(dtype, kernel, blocks, threads, shared,
 # problem)` makes one launch: on a GPU here, on the host in the tests.
@@ -159,6 +173,21 @@ def backward_with(launch, shared_memory, dout, x, offset_left, offset_right, max
     tensors |= {"out": dx, "d_offset_left": d_left, "d_offset_right": d_right}
     _run(launch, plan, sizes, tensors)
     return dx, d_left, d_right
+
+
+def update_with(launch, x, offset_left, sums, origin, steps, max_left):
+    """`update` through any `launch`."""
+    out = _empty_like(x)
+    S, B, C = x.shape
+    name, H = _NAMES[x.dtype], offset_left.shape[2]
+    wide = _is_wide(_BACKWARD_WIDTH, x, offset_left)
+    threads = B * C // (_BACKWARD_WIDTH[name] if wide else 1)
+    kernel = f"talk_update_{name}_{'wide' if wide else 'narrow'}"
+    numbers = {"ring": sums.shape[0], "columns": sums.shape[1], "steps": steps}
+    plan = Plan(numbers, {}, ((kernel, _ceil(threads, 128), 128, 0),))
+    tensors = {"x": x, "offset_left": offset_left, "sums": sums, "origin": origin, "out": out}
+    _run(launch, plan, (S, B, C, H, max_left, 0), tensors)
+    return out
 
 
 def _run(launch, plan, sizes, tensors):

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from talk_fairseq.operator import talk_conv
+from talk_fairseq.decoding import TaLKConvState
+from talk_fairseq.operator import talk_conv, talk_conv_update
 
 
 def _check_probability(name, p):
@@ -70,22 +71,22 @@ class TaLKConv(nn.Module):
         """x (T, B, C) -> (T, B, C)."""
         return self._sum(x, *self.predict_offsets(x))
 
-    def step(self, x, history=None):
-        """Continue a sequence: the outputs for the new steps `x` (S, B, C), and the new history.
+    def step(self, x, state=None):
+        """Continue a sequence: the outputs for the new steps `x` (S, B, C), and its state.
 
-        `history` (steps, B, C) holds the inputs that windows can still reach, at most `max_left`
-        of them (more only where dropout is on): constant memory, however long the sequence gets.
-        Only for a causal module.
+        `state` is None at the start and what the last call returned from then on: a
+        :class:`TaLKConvState` of constant size, which is changed in place. Only for a causal
+        module.
         """
         if self.max_right:
             raise ValueError(f"step: expected a causal module, got max_right = {self.max_right}")
         offset_left, _ = self.predict_offsets(x)
-        past = 0 if history is None else history.shape[0]
-        rows = x if history is None else torch.cat([history, x])
-        out = self._sum(rows, F.pad(offset_left, (0, 0, 0, 0, past, 0)), None)[past:]
-        # Dropout in training mode scales offsets above 1.
-        reach = math.ceil(self.max_left / (1 - self.offset_dropout * self.training))
-        return out, rows[max(rows.shape[0] - reach, 0) :]
+        if state is None:
+            # Dropout in training mode scales offsets above 1.
+            reach = math.ceil(self.max_left / (1 - self.offset_dropout * self.training))
+            state = TaLKConvState(x.shape[1], x.shape[2], reach, x.dtype, x.device)
+        out = talk_conv_update(x, offset_left, state, self.max_left)
+        return out if self.normalize else out * (self.max_left + 1), state
 
     def _sum(self, x, offset_left, offset_right):
         out = talk_conv(x, offset_left, offset_right, self.max_left, self.max_right)
@@ -96,7 +97,8 @@ class TaLKConvUnit(nn.Module):
     """The sub-block of figure 2 of the paper, called as fairseq calls a self-attention.
 
     ``Linear(C, 2C) -> GLU -> zero the padding -> TaLKConv -> Linear(C, C)``; without GLU the
-    first is ``Linear(C, C)``. Decoders keep their history in `incremental_state`.
+    first is ``Linear(C, C)``. Decoders keep their TaLKConvState in
+    `incremental_state`.
 
     Args:
         channels, heads, max_left, max_right, offset_dropout, normalize: as :class:`TaLKConv`.
@@ -144,8 +146,7 @@ class TaLKConvUnit(nn.Module):
         """
         if attn_mask is not None:
             raise ValueError(f"attn_mask: expected None, got {tuple(attn_mask.shape)}")
-        x = F.dropout(query, self.input_dropout, self.training)
-        x = self.linear1(x)
+        x = self.linear1(F.dropout(query, self.input_dropout, self.training))
         if self.glu:
             x = F.glu(x, dim=-1)
         if key_padding_mask is not None:
@@ -153,9 +154,9 @@ class TaLKConvUnit(nn.Module):
         if incremental_state is None:
             x = self.conv(x)
         else:
-            history = self._get_input_buffer(incremental_state).get("history")
-            x, history = self.conv.step(x, history)
-            self._set_input_buffer(incremental_state, {"history": history})
+            state = self._get_input_buffer(incremental_state).get("state")
+            x, state = self.conv.step(x, state)
+            self._set_input_buffer(incremental_state, {"state": state})
         return self.linear2(x), None
 
     def _key(self):
@@ -169,7 +170,6 @@ class TaLKConvUnit(nn.Module):
 
     def reorder_incremental_state(self, incremental_state, new_order):
         """Follow a beam search that keeps, drops or repeats rows of the batch."""
-        history = self._get_input_buffer(incremental_state).get("history")
-        if history is not None:
-            buffer = {"history": history.index_select(1, new_order)}
-            self._set_input_buffer(incremental_state, buffer)
+        state = self._get_input_buffer(incremental_state).get("state")
+        if state is not None:
+            state.reorder(new_order)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from talk_fairseq import cpu_backend, cuda_backend
-from talk_fairseq.reference import talk_conv_reference
+from talk_fairseq.reference import talk_conv_reference, talk_conv_update_reference
 
 _BACKENDS = {"cpu": cpu_backend, "cuda": cuda_backend}
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -57,6 +57,64 @@ def talk_conv(x, offset_left, offset_right, max_left, max_right):
     rows, offset_left, offset_right = _kernel_dtypes(x, offset_left, offset_right)
     out = torch.ops.talk_conv.forward(rows, offset_left, offset_right, max_left, max_right)
     return out if out.dtype == x.dtype else out.to(x.dtype)
+
+
+def talk_conv_update(x, offset_left, state, max_left):
+    """The next outputs of a causal sequence: :func:`talk_conv`, continued by the steps in `x`.
+
+    Time and memory do not depend on the steps so far, nor on the windows. Any number of steps at
+    a time gives the same outputs. `state` is changed in place; where gradients are needed, this
+    is a plain PyTorch computation that puts new tensors into it.
+
+    Args:
+        x: (S, B, C), the next S time steps, in float64, float32, float16 or bfloat16.
+        offset_left: (S, B, H) relative reach to the left, finite and >= 0, in any of the dtypes.
+        state: the :class:`TaLKConvState` of the steps so far.
+        max_left: int >= 0, tokens that an offset of 1 reaches to the left.
+
+    Returns:
+        (S, B, C) in x's dtype. An offset that is negative, NaN or beyond the state's reach gives
+        NaN.
+
+    Raises:
+        TypeError, ValueError: as :func:`talk_conv`; ValueError for a state of other sequences,
+            channels, device or dtype.
+
+    Equivalent to ``talk_conv(xs, offsets, None, max_left, 0)[-S:]`` with `xs` and `offsets` of all
+    the steps so far.
+    """
+    _validate(x, offset_left, None, max_left, 0)
+    S, B, C = x.shape
+    sums = state.sums
+    if (state.B, sums.shape[2]) != (B, C):
+        raise ValueError(f"state: expected B, C = {B}, {C} as of x, got {state.B}, {sums.shape[2]}")
+    if sums.device != x.device:
+        raise ValueError(f"state: expected device {x.device} as of x, got {sums.device}")
+    if (sums.dtype == torch.float64) != (x.dtype == torch.float64):
+        raise ValueError(f"state: expected one for {x.dtype} as of x, got {sums.dtype}")
+    backend = _backend(x)
+    if torch.compiler.is_compiling() or (
+        torch.is_grad_enabled()
+        and (x.requires_grad or offset_left.requires_grad or sums.requires_grad)
+    ):
+        backend = "reference"
+    if S > 1 or backend == "reference":
+        # A step of one sequence may overwrite what another still has to read in a later one.
+        state.settle()
+    if backend == "reference":
+        out, state.sums = talk_conv_update_reference(
+            x, offset_left, state.sums, state.steps, max_left
+        )
+    elif x.numel() == 0:
+        out = torch.empty_like(x)
+    else:
+        if offset_left.dtype != x.dtype:
+            offset_left = offset_left.to(torch.float32 if x.dtype.itemsize == 2 else x.dtype)
+        out = _BACKENDS[backend].update(
+            *_contiguous(x, offset_left), state.sums, state.origin, state.steps, max_left
+        )
+    state.advance(S)
+    return out
 
 
 def _validate(x, offset_left, offset_right, max_left, max_right):

@@ -26,32 +26,72 @@ def talk_conv_reference(x, offset_left, offset_right, max_left, max_right):
     whole, fraction = _split(offset_right, max_right, T - 1 - time, time, wide)
     out = _rows(prefix, time + 1 + whole)
     # The row beyond the last is only ever read with a fraction of 0.
-    out = out + fraction * _rows(rows, (time + 1 + whole).clamp(max=T - 1))
+    out = out + fraction[..., None] * _rows(rows, (time + 1 + whole).clamp(max=T - 1))
 
     whole, fraction = _split(offset_left, max_left, time, time, wide)
     out = out - _rows(prefix, time - whole)
-    out = out + fraction * _rows(rows, (time - whole - 1).clamp(min=0))
+    out = out + fraction[..., None] * _rows(rows, (time - whole - 1).clamp(min=0))
     return (out / (max_left + max_right + 1)).reshape(T, B, C).to(x.dtype)
 
 
 def _split(offset, maximum, limit, time, wide):
-    """The reach ``u = offset * maximum`` as whole tokens (T, B, H) and a fraction (T, B, H, 1).
+    """The reach ``u = offset * maximum`` as whole tokens (T, B, H) and a fraction (T, B, H).
 
     It ends at the sequence's edge, `limit` tokens away, where the fraction is 0. Splitting `u`
     rather than ``time - u`` keeps the fraction's digits however large the time is. The
     fraction's gradient is 0 on whole tokens, the kinks of the interpolation.
     """
     if offset is None:
-        return torch.zeros_like(time), torch.zeros((), dtype=wide, device=time.device)
+        return torch.zeros_like(time), torch.zeros(1, dtype=wide, device=time.device)
     u = offset.to(wide) * maximum
     u = torch.where(u >= 0, u, torch.nan)
     inside = ~(u >= limit)
     whole = torch.where(inside, u.detach().floor().nan_to_num(), limit).long()
     fraction = torch.where(inside & (u != whole), u - whole, 0.0)
-    return whole, fraction[..., None]
+    return whole, fraction
 
 
 def _rows(values, index):
     """``values[index[t, b, h], b, h]`` for `values` (rows, B, H, R)."""
     _, B, H, R = values.shape
     return values.gather(0, index.expand(-1, B, H)[..., None].expand(-1, -1, -1, R))
+
+
+def talk_conv_update_reference(x, offset_left, sums, steps, max_left):
+    """:func:`talk_fairseq.talk_conv_update` in plain PyTorch: the outputs, and the new sums.
+
+    Args:
+        x: (S, B, C). offset_left: (S, B, H).
+        sums: (L, B, C), a ring of running sums that start anew at every L-th step; not changed.
+        steps: how many time steps there were before.
+        max_left: tokens that an offset of 1 reaches to the left.
+
+    At time t, with ``first = t - t % L`` and ``P(k) = x[first] + ... + x[k]``, which for an
+    earlier k is minus the sum of what lies between::
+
+        out[t] = (P(t) - P(t - whole - 1) + fraction * x[t - whole - 1]) / (max_left + 1)
+    """
+    S, B, C = x.shape
+    H = offset_left.shape[2]
+    L = sums.shape[0]
+    outs = []
+    for t, row, offset in zip(range(steps, steps + S), x.to(sums.dtype), offset_left):
+        slot = t % L
+        sums = sums.index_copy(
+            0,
+            torch.tensor([slot], device=x.device),
+            (row if slot == 0 else sums[slot - 1] + row)[None],
+        )
+        # P of the last steps, this one last; P is 0 before the ring's first slot.
+        older = sums[slot + 1 : -1] - sums[-1]
+        prefix = torch.cat([older, torch.zeros_like(sums[:1]), sums[: slot + 1]])
+        prefix = prefix.reshape(-1, B, H, C // H)
+        whole, fraction = _split(offset[None], max_left, t, None, torch.float64)
+        fraction = torch.where(whole <= L - 3, fraction, torch.nan)
+        end = (len(prefix) - 2 - whole).clamp(min=0)
+        before = _rows(prefix, end)
+        # The row that the window cuts; there is none where the fraction is 0.
+        cut = before - _rows(prefix, (end - (fraction != 0).long()).clamp(min=0))
+        out = prefix[-1:] - before + fraction[..., None].to(sums.dtype) * cut
+        outs.append((out / (max_left + 1)).reshape(1, B, C).to(x.dtype))
+    return torch.cat(outs) if outs else torch.empty_like(x), sums

@@ -66,6 +66,9 @@ class Host:
     def backward(self, *arguments):
         return cuda_backend.backward_with(self.launch, self.shared_memory, *arguments)
 
+    def update(self, *arguments):
+        return cuda_backend.update_with(self.launch, *arguments)
+
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):

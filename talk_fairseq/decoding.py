@@ -1,0 +1,69 @@
+"""What the causal operator remembers between the steps of a decoder: see talk_conv_update."""
+
+import torch
+
+
+class TaLKConvState:
+    """What a causal TaLK convolution remembers of a batch of sequences while it decodes.
+
+    A ring of L = `reach` + 3 rows of running sums, which start anew whenever the ring does: no sum
+    grows with the sequence, and a window is the difference of two or three of them. It is
+    overwritten in place, step by step, and never copied::
+
+        step      8   9  10  11  12  13        L = 6, at step 13: the ring holds steps 8 to 13
+        slot      2   3   4   5 | 0   1        (slot = step % L)
+        sum of  6-8 6-9 6-10 6-11 12 12-13
+        window over steps 10 to 13 = (12-13) + (6-11) - (6-9)
+
+    Args:
+        B: sequences, C: channels.
+        reach: the longest window to come, in tokens: ``ceil(max_left * largest offset)``.
+        dtype: x's; sums are float64 for float64, else float32.
+        device: x's.
+
+    Attributes:
+        sums: (L, columns, C).
+        origin: (L, B) int32, the column of `sums` that holds a slot of each sequence, or None for
+            its own. A beam search moves these numbers instead of rows.
+        steps: how many there were; from 2 L on only which slot is next, as nothing else matters.
+    """
+
+    __slots__ = ("sums", "origin", "steps", "B")
+
+    def __init__(self, B, C, reach, dtype=torch.float32, device="cpu"):
+        if reach < 0:
+            raise ValueError(f"reach: expected at least 0 tokens, got {reach}")
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.sums = torch.empty(reach + 3, B, C, dtype=wide, device=device)
+        self.origin = None
+        self.steps = 0
+        self.B = B
+
+    def reorder(self, new_order):
+        """Sequence i is from now on what sequence ``new_order[i]`` was.
+
+        `new_order` is of any length: sequences may be dropped or repeated.
+        """
+        L, columns, C = self.sums.shape
+        new_order = new_order.to(self.sums.device)
+        if self.origin is None:
+            self.origin = new_order.int().expand(L, -1).contiguous()
+        else:
+            self.origin = self.origin.index_select(1, new_order)
+        self.B = new_order.shape[0]
+        if self.B > columns:
+            self.settle()
+
+    def settle(self):
+        """Copy every row to its own column, where `reorder` had left it in another."""
+        if self.origin is not None:
+            columns = self.origin.long().unsqueeze(-1).expand(-1, -1, self.sums.shape[2])
+            self.sums = self.sums.gather(1, columns)
+            self.origin = None
+
+    def advance(self, S):
+        """Count S more steps."""
+        L = self.sums.shape[0]
+        self.steps += S
+        if self.steps >= 2 * L:
+            self.steps = L + self.steps % L

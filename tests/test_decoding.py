@@ -1,0 +1,205 @@
+"""talk_conv_update and TaLKConvState: step by step the same as all at once, in constant memory."""
+
+import shutil
+
+import oracle
+import pytest
+import torch
+from test_kernels_on_host import Host
+
+from talk_fairseq import TaLKConvState, operator, talk_conv, talk_conv_update
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(params=["reference", "cpu", "kernels on the host", "cuda"])
+def backend(request, monkeypatch, poisoned_memory):
+    """Forces a backend, and is the device that it runs on."""
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA GPU")
+        return "cuda"
+    if request.param == "kernels on the host":
+        if shutil.which("g++") is None:
+            pytest.skip("no g++ to compile kernels")
+        monkeypatch.setitem(operator._BACKENDS, "cpu", Host())
+    monkeypatch.setenv("TALK_CONV_BACKEND", request.param.partition("k")[0] or "cpu")
+    return "cpu"
+
+
+def example(T, B, H, R, dtype=torch.float32, high=1.0, offset_dtype=None):
+    """x and offsets, some of them exactly 0 and exactly 1."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(T, B, H * R, generator=generator) + 1
+    offset = high * torch.rand(T, B, H, generator=generator)
+    kind = torch.rand(T, B, H, generator=generator)
+    offset[kind < 0.1], offset[kind > 0.9] = 0, 1
+    return x.to(dtype), offset.to(offset_dtype or dtype)
+
+
+def decode(x, offset, max_left, sizes=1, reach=None, device="cpu"):
+    """The outputs, so many steps at a time, and the state at the end."""
+    x, offset = x.to(device), offset.to(device)
+    _, B, C = x.shape
+    state = TaLKConvState(B, C, max_left if reach is None else reach, x.dtype, device)
+    steps = zip(x.split(sizes), offset.split(sizes))
+    return torch.cat([talk_conv_update(*step, state, max_left) for step in steps]), state
+
+
+def check(out, x, offset, max_left):
+    expected = oracle.talk_conv(x, offset, None, max_left, 0)
+    assert out.dtype == x.dtype and out.shape == x.shape
+    error = oracle.worst_error(out, expected)
+    assert error <= oracle.TOLERANCE[x.dtype], f"error {error:.3g} in {x.dtype}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [1, 90, [4, 1, 1, 17, 67], [89, 1]], ids=str)
+@pytest.mark.parametrize("max_left", [0, 1, 7, 100])
+def test_equals_a_full_pass(backend, max_left, sizes, dtype):
+    x, offset = example(90, 2, 3, 4, dtype)
+    out, _ = decode(x, offset, max_left, sizes, device=backend)
+    check(out, x, offset, max_left)
+
+
+@pytest.mark.parametrize("R", [1, 3, 8])
+def test_channels_of_a_head(backend, R):
+    x, offset = example(30, 2, 3, R)
+    check(decode(x, offset, 5, device=backend)[0], x, offset, 5)
+
+
+@pytest.mark.parametrize("offset_dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_offsets_of_another_dtype(backend, dtype, offset_dtype):
+    x, offset = example(30, 2, 3, 4, dtype, offset_dtype=offset_dtype)
+    check(decode(x, offset, 5, device=backend)[0], x, offset, 5)
+
+
+def test_offsets_above_1_within_the_reach(backend):
+    x, offset = example(60, 2, 3, 4, high=2.5)
+    check(decode(x, offset, 6, reach=15, device=backend)[0], x, offset, 6)
+
+
+@pytest.mark.parametrize("sizes", [1, 8])
+@pytest.mark.parametrize("value", [-0.5, float("nan"), 3.0])
+def test_offsets_that_cannot_be_give_nan(backend, value, sizes):
+    x, offset = example(40, 2, 3, 4)
+    offset[25, 1, 2] = value
+    out, _ = decode(x, offset, 6, sizes, device=backend)
+    bad = torch.zeros(40, 2, 3, dtype=bool)
+    bad[25, 1, 2] = True
+    assert torch.equal(out.isnan().cpu().view(40, 2, 3, 4), bad.unsqueeze(-1).expand(-1, -1, -1, 4))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("max_left", [0, 2, 9])
+def test_follows_a_beam_search(backend, max_left, size):
+    """Sequences are repeated, dropped, swapped, and more of them than ever before."""
+    generator = torch.Generator().manual_seed(1)
+    x, offset = example(60, 9, 2, 4)
+    state = TaLKConvState(4, 8, max_left, device=backend)
+    past = torch.empty(4, 0, dtype=int)  # which column of x each sequence had at each step
+    for step in range(0, 60, size):
+        B = state.B
+        columns = torch.randint(9, (B,), generator=generator)
+        steps = torch.arange(step, step + size)[:, None]
+        past = torch.cat([past, columns[:, None].expand(-1, size)], dim=1)
+        out = talk_conv_update(
+            x[steps, columns].to(backend), offset[steps, columns].to(backend), state, max_left
+        )
+        time = torch.arange(step + size)[:, None]
+        check_inputs = x[time, past.t()], offset[time, past.t()]
+        expected = oracle.talk_conv(*check_inputs, None, max_left, 0)[-size:]
+        assert oracle.worst_error(out, expected) <= oracle.TOLERANCE[torch.float32]
+        order = torch.randint(B, ([4, 2, 4, 6][step // size % 4],), generator=generator)
+        state.reorder(order)
+        past = past[order]
+
+
+def test_a_beam_search_copies_no_rows():
+    x, offset = example(50, 4, 2, 4)
+    state = TaLKConvState(4, 8, 5)
+    rows = state.sums.data_ptr()
+    for step in zip(x.split(1), offset.split(1)):
+        talk_conv_update(*step, state, 5)
+        state.reorder(torch.tensor([1, 0, 3, 3]))
+    assert state.sums.data_ptr() == rows and state.sums.shape == (8, 4, 8)
+    assert state.origin.shape == (8, 4) and state.steps < 16
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("normalized", [True, False])
+def test_does_not_drift(dtype, normalized):
+    """After 20,000 steps the error is what it was after 20, and the state is no larger."""
+    max_left = 7
+    x, offset = example(20_000, 1, 2, 4, dtype, offset_dtype=torch.float32)
+    out, state = decode(x, offset, max_left)
+
+    def error(steps):
+        begin = steps.start - 2 * max_left
+        near = slice(max(begin, 0), steps.stop)
+        expected = oracle.talk_conv(x[near], offset[near], None, max_left, 0)
+        return oracle.rms_error(out[steps], expected[len(expected) - len(out[steps]) :])
+
+    early, late = error(slice(20, 220)), error(slice(19_800, 20_000))
+    assert late <= 1.2 * early and late <= oracle.TOLERANCE[dtype]
+    assert state.sums.shape[0] == max_left + 3 and state.sums.abs().max() < 40
+
+
+def test_infinities_are_forgotten(backend):
+    """A value that is not finite spreads over its turn of the ring and the next, no further."""
+    x, offset = example(60, 1, 1, 2)
+    x[7] = float("inf")
+    out, state = decode(x, offset, 5, device=backend)
+    assert out[7 + 2 * state.sums.shape[0] :].isfinite().all()
+
+
+@pytest.mark.parametrize("S", [1, 4])
+def test_gradients_where_they_are_needed(S):
+    x, offset = (tensor.double().requires_grad_() for tensor in example(12, 2, 2, 3))
+    dout = torch.randn(12, 2, 6, dtype=torch.float64)
+    out, _ = decode(x, offset, 5, S)
+    got = torch.autograd.grad(out, (x, offset), dout)
+    expected = torch.autograd.grad(talk_conv(x, offset, None, 5, 0), (x, offset), dout)
+    assert all(torch.allclose(*pair) for pair in zip(got, expected))
+
+
+def test_compiled():
+    compiled = torch.compile(talk_conv_update, backend="eager")
+    x, offset = example(3, 2, 2, 3)
+    state = TaLKConvState(2, 6, 5)
+    steps = zip(x.split(1), offset.split(1))
+    out = torch.cat([compiled(*step, state, 5) for step in steps])
+    check(out, x, offset, 5)
+
+
+def test_nothing_to_do(backend):
+    state = TaLKConvState(2, 8, 5, device=backend)
+    empty = torch.empty(0, 2, 8, device=backend)
+    assert talk_conv_update(empty, empty[..., :2], state, 5).shape == (0, 2, 8)
+    x, offset = example(20, 2, 2, 4)
+    assert state.steps == 0
+    check(decode(x, offset, 5, device=backend)[0], x, offset, 5)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((3, 8, 5), "state: expected B, C = 2, 8 as of x, got 3, 8"),
+        ((2, 4, 5), "state: expected B, C = 2, 8 as of x, got 2, 4"),
+        ((2, 8, 5, torch.float64), "state: expected one for torch.float32 as of x"),
+        ((2, 8, 5, torch.float32, "meta"), "state: expected device cpu as of x, got meta"),
+    ],
+)
+def test_states_that_do_not_fit(arguments, message):
+    x, offset = example(1, 2, 2, 4)
+    with pytest.raises(ValueError, match=message):
+        talk_conv_update(x, offset, TaLKConvState(*arguments), 5)
+
+
+def test_bad_arguments():
+    x, offset = example(1, 2, 2, 4)
+    with pytest.raises(ValueError, match="offset_left: expected a number of heads that divides"):
+        talk_conv_update(x, torch.rand(1, 2, 3), TaLKConvState(2, 8, 5), 5)
+    with pytest.raises(ValueError, match="reach: expected at least 0 tokens, got -1"):
+        TaLKConvState(2, 8, -1)
