@@ -24,31 +24,44 @@ import types
 import warnings
 
 import fairseq.checkpoint_utils
+import fairseq.criterions.adaptive_loss
 import fairseq.data.data_utils
 import fairseq.data.language_pair_dataset
 import fairseq.data.token_block_dataset
+import fairseq.dataclass.initialize
+import fairseq.dataclass.utils
 import fairseq.distributed.utils
+import fairseq.models
 import fairseq.models.distributed_fairseq_model
 import fairseq.modules.dynamic_crf_layer
 import fairseq.options
 import fairseq.search
+import fairseq.tasks.language_modeling
+import fairseq.tasks.multilingual_language_modeling
 import fairseq.trainer
 import fairseq.utils
 import numpy as np
 import torch
+from omegaconf import OmegaConf
+
+from talk_fairseq.models import released
 
 
 def mends(owner, name):
     """Replace ``owner.name`` by the decorated function, which is given the original first.
 
-    The original stays at ``owner.name.__wrapped__``. What is mended already is left alone,
-    so this module may be imported twice. Raises AttributeError where fairseq has lost the name.
+    Class methods stay class methods: the class comes second. The original stays at
+    ``owner.name.__wrapped__``. What is mended already is left alone, so this module may be
+    imported twice. Raises AttributeError where fairseq has lost the name.
     """
 
     def mend(function):
         original = getattr(owner, name, None)
         if original is None:
             raise AttributeError(f"expected {owner.__name__}.{name} in fairseq, got none")
+        of_class = isinstance(vars(owner).get(name), classmethod)
+        if of_class:
+            original = original.__func__
         if not hasattr(original, "mended_by"):
 
             @functools.wraps(original, updated=())
@@ -56,7 +69,7 @@ def mends(owner, name):
                 return function(original, *args, **kwargs)
 
             mended.mended_by = function.__name__
-            setattr(owner, name, mended)
+            setattr(owner, name, classmethod(mended) if of_class else mended)
         return function
 
     return mend
@@ -94,7 +107,8 @@ def allow_checkpoint_types():
 
     Seen: ``UnpicklingError: Unsupported global: argparse.Namespace`` (the model's options);
     numpy's scalars (the metrics of ``--eval-bleu``); ``_TensorPlaceholder`` (optimizer states
-    saved after being broadcast). These hold data and run no code, so they are allowed.
+    saved after being broadcast). These hold data and run no code, so they are allowed. fairseq
+    0.9 saved its meters, whose module is gone: they are read as Namespaces of their values.
     """
     try:
         from numpy._core import multiarray  # numpy 2
@@ -110,6 +124,10 @@ def allow_checkpoint_types():
         )
     ]
     dtypes = {type(np.dtype(code)) for code in np.typecodes["AllInteger"] + "?efdg"}
+    meters = [
+        (argparse.Namespace, f"fairseq.meters.{name}")
+        for name in ("AverageMeter", "TimeMeter", "StopwatchMeter")
+    ]
     torch.serialization.add_safe_globals(
         [
             argparse.Namespace,
@@ -118,6 +136,7 @@ def allow_checkpoint_types():
             np.dtype,
             *scalars,
             *dtypes,
+            *meters,
         ]
     )
 
@@ -161,6 +180,16 @@ def name_bad_checkpoints():
         return read_checkpoint(file, map_location)
 
     overlay(fairseq.checkpoint_utils, torch, load=load)
+
+
+@mends(fairseq.checkpoint_utils, "_upgrade_state_dict")
+def published_options_become_ours(original, state):
+    """fairseq drops options that it does not know from the Namespace of an old checkpoint.
+
+    One of the published TaLK code would get the windows of our arch instead of its own, without a
+    word. Here its options are translated first; see models/released.py.
+    """
+    return original(released.upgrade(state))
 
 
 def trust_own_job():
@@ -251,18 +280,25 @@ def check_corpora_first(original, args):
     return original(args)
 
 
-def score_something(original, *args, **kwargs):
-    """``fairseq-eval-lm`` that scores no token prints a perplexity of 1.00 and exits with 0.
+@mends(fairseq.tasks.language_modeling.LanguageModelingTask, "eval_lm_dataloader")
+@mends(
+    fairseq.tasks.multilingual_language_modeling.MultilingualLanguageModelingTask,
+    "eval_lm_dataloader",
+)
+def score_every_token(original, self, dataset, *args, max_positions=None, **kwargs):
+    """``fairseq-eval-lm`` skips blocks over the model's maximum, and scores what is left.
 
     Seen without the ``--tokens-per-sample`` of training, which is then 1024: every block is
-    over the model's maximum and skipped. Raises ValueError instead.
+    skipped, and the perplexity is 1.00 or that of a short last block. Raises ValueError instead.
     """
-    results = original(*args, **kwargs)
-    if results["loss"] == 0:
+    indices = dataset.ordered_indices()
+    _, skipped = dataset.filter_indices_by_size(indices, max_positions)
+    if len(skipped) > 0:
         raise ValueError(
-            "expected tokens to score, got none: give --tokens-per-sample as in training"
+            f"expected blocks of at most {max_positions} tokens to score, got {len(skipped)} "
+            "longer ones: give --tokens-per-sample as in training, or --sample-break-mode none"
         )
-    return results
+    return original(self, dataset, *args, max_positions=max_positions, **kwargs)
 
 
 # Models
@@ -277,6 +313,45 @@ def swish_is_a_function(original, activation):
     """
     function = original(activation)
     return torch.nn.functional.silu if function is torch.nn.SiLU else function
+
+
+@mends(fairseq.dataclass.initialize, "add_defaults")
+def archs_set_defaults_in_yaml(original, cfg):
+    """``fairseq-hydra-train`` takes the defaults of the model for those of the arch.
+
+    Seen: ``_name: transformer_lm_big`` trains the 6 layers of ``transformer_lm``, without a word.
+    What the arch sets must be there before the defaults of the model's dataclass are.
+    """
+    OmegaConf.set_struct(cfg, False)
+    model = cfg.get("model")
+    name = model if isinstance(model, str) else getattr(model, "_name", None)
+    if fairseq.models.ARCH_MODEL_NAME_REGISTRY.get(name) in fairseq.models.MODEL_DATACLASS_REGISTRY:
+        if model == name:
+            cfg.model = {"_name": name}
+        OmegaConf.set_struct(cfg.model, False)
+        fairseq.models.ARCH_CONFIG_REGISTRY[name](cfg.model)
+        if cfg.model.get("base_shuffle") is False:  # an integer in fairseq's dataclasses
+            cfg.model.base_shuffle = 0
+    return original(cfg)
+
+
+@mends(fairseq.models, "build_model")
+def older_models_build_from_yaml(original, cfg, task, *args, **kwargs):
+    """Models without a dataclass (transformer, lightconv, fconv) want all flags in one Namespace.
+
+    Seen where a YAML names them: ``has no attribute 'weight_softmax'``, since the defaults of the
+    flags are not filled in, and those of the task are elsewhere; a list of one kernel size is a
+    TypeError.
+    """
+    model = fairseq.models.ARCH_MODEL_REGISTRY.get(getattr(cfg, "_name", None))
+    if OmegaConf.is_config(cfg) and model and getattr(model, "__dataclass", None) is None:
+        of_task = getattr(task, "cfg", None)
+        cfg = argparse.Namespace(**OmegaConf.to_container(cfg, resolve=True))
+        for name in ("max_source_positions", "max_target_positions", "tokens_per_sample"):
+            if not hasattr(cfg, name) and getattr(of_task, name, None) is not None:
+                setattr(cfg, name, getattr(of_task, name))
+        fairseq.dataclass.utils._set_legacy_defaults(cfg, model)
+    return original(cfg, task, *args, **kwargs)
 
 
 @mends(fairseq.search.DiverseBeamSearch, "step")
@@ -324,6 +399,18 @@ def fp16_needs_a_gpu(original, self, cfg, *args, **kwargs):
     if on_cpu and common.fp16 and not common.memory_efficient_fp16:
         raise ValueError("expected a GPU for --fp16, got a CPU: use --bf16, --amp or neither")
     return original(self, cfg, *args, **kwargs)
+
+
+@mends(fairseq.criterions.adaptive_loss.AdaptiveLoss, "build_criterion")
+def one_process_needs_no_ddp_backend(original, cls, cfg, task):
+    """``--criterion adaptive_loss`` asks for ``--ddp-backend legacy_ddp``, also in one process.
+
+    Bands of the softmax that no token falls into get no gradient, which only matters where
+    gradients are exchanged.
+    """
+    if fairseq.distributed.utils.get_global_world_size() == 1:
+        return cls(task, cfg.sentence_avg)
+    return original(cls, cfg, task)
 
 
 @mends(fairseq.distributed.utils, "infer_init_method")
@@ -384,8 +471,9 @@ allow_checkpoint_types()
 name_bad_checkpoints()
 trust_own_job()
 old_numpy_names()
-# The commands are mended only where they run: importing them sets up logging.
+# Commands are mended only where they run: importing them sets up logging.
+for command in ("train", "hydra_train", "hydra_validate"):
+    if f"fairseq_cli.{command}" in sys.modules:
+        mends(sys.modules[f"fairseq_cli.{command}"], "add_defaults")(archs_set_defaults_in_yaml)
 if "fairseq_cli.preprocess" in sys.modules:
     mends(sys.modules["fairseq_cli.preprocess"], "main")(check_corpora_first)
-if "fairseq_cli.eval_lm" in sys.modules:
-    mends(sys.modules["fairseq_cli.eval_lm"], "eval_lm")(score_something)

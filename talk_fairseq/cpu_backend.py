@@ -84,22 +84,24 @@ def update(x, offset_left, sums, origin, steps, max_left):
 
     `sums` and `origin` are those of a TaLKConvState; the new steps are written into them.
     """
-    S, B, C = x.shape
-    H = offset_left.shape[2]
+    B = x.shape[1]
     rows = _arithmetic(x)
-    out = torch.empty_like(rows)
-    arguments = (
-        _heads(rows, H),
+    out = torch.empty_like(rows, requires_grad=False)
+    arguments = [
+        rows.detach().numpy(),
         _arithmetic(offset_left).detach().numpy(),
-        _heads(sums, H),
+        sums.detach().numpy(),
         _NO_ORIGIN if origin is None else origin.numpy(),
         steps,
         max_left,
-        _heads(out, H),
-    )
+        out.numpy(),
+    ]
     threads = min(torch.get_num_threads() if x.numel() >= _SERIAL else 1, B)
-    shares = [(B * index // threads, B * (index + 1) // threads) for index in range(threads)]
-    _share(lambda index: _update_kernel(*arguments, *shares[index]), threads)
+    if threads == 1:
+        _update_kernel(*arguments, 0, B)
+    else:
+        cuts = [B * index // threads for index in range(threads + 1)]
+        _share(lambda i: _update_kernel(*arguments, cuts[i], cuts[i + 1]), threads)
     return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
@@ -371,7 +373,8 @@ def _update_kernel(x, offset, sums, origin, steps, max_left, out, first, last):
 
         out[t] = (P(t) - P(t - n - 1) + f * (P(t - n - 1) - P(t - n - 2))) / (max_left + 1)
     """
-    S, B, H, R = x.shape
+    S, B, H = offset.shape
+    R = x.shape[2] // H
     L = sums.shape[0]
     scale = 1.0 / (max_left + 1)
     for b in range(first, last):
@@ -379,13 +382,14 @@ def _update_kernel(x, offset, sums, origin, steps, max_left, out, first, last):
             t = steps + s
             slot = t % L
             for h in range(H):
-                row = x[s, b, h]
-                now = sums[slot, b, h]
+                lo, hi = h * R, (h + 1) * R
+                row = x[s, b, lo:hi]
+                now = sums[slot, b, lo:hi]
                 if slot == 0:
                     for r in range(R):
                         now[r] = row[r]
                 else:
-                    last_row = sums[slot - 1, _column(origin, slot - 1, b), h]
+                    last_row = sums[slot - 1, _column(origin, slot - 1, b), lo:hi]
                     for r in range(R):
                         now[r] = last_row[r] + row[r]
 
@@ -396,16 +400,16 @@ def _update_kernel(x, offset, sums, origin, steps, max_left, out, first, last):
                 elif u < t:
                     n = int(u)
                     f = u - n
-                target = out[s, b, h]
+                target = out[s, b, lo:hi]
                 if n > L - 3:
                     target[:] = np.nan
                     continue
                 # Slots from the ring's start; negative ones count from its end, in NumPy too.
                 k = slot - n - 1
                 k_cut = k - 1 if f != 0.0 else k
-                total = sums[L - 1, _column(origin, L - 1, b), h]
-                before = sums[k, _column(origin, k, b), h]
-                cut = sums[k_cut, _column(origin, k_cut, b), h]
+                total = sums[L - 1, _column(origin, L - 1, b), lo:hi]
+                before = sums[k, _column(origin, k, b), lo:hi]
+                cut = sums[k_cut, _column(origin, k_cut, b), lo:hi]
                 if k == -1:  # P is 0, and the row that is cut the last of the turn before
                     if f == 0.0:
                         for r in range(R):

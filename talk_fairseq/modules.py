@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from talk_fairseq.decoding import TaLKConvState
-from talk_fairseq.operator import talk_conv, talk_conv_update
+from talk_fairseq.operator import talk_conv, talk_conv_update_unchecked
 
 
 def _check_probability(name, p):
@@ -62,7 +62,8 @@ class TaLKConv(nn.Module):
         """``(offset_left, offset_right)``, each (T, B, H); the second is None when causal."""
         logits = self.offsets(x)
         offsets = torch.sigmoid(logits if logits.dtype == torch.float64 else logits.float())
-        offsets = F.dropout(offsets, self.offset_dropout, self.training)
+        if self.training:
+            offsets = F.dropout(offsets, self.offset_dropout)
         if self.max_right == 0:
             return offsets, None
         return offsets[..., : self.heads], offsets[..., self.heads :]
@@ -85,7 +86,7 @@ class TaLKConv(nn.Module):
             # Dropout in training mode scales offsets above 1.
             reach = math.ceil(self.max_left / (1 - self.offset_dropout * self.training))
             state = TaLKConvState(x.shape[1], x.shape[2], reach, x.dtype, x.device)
-        out = talk_conv_update(x, offset_left, state, self.max_left)
+        out = talk_conv_update_unchecked(x, offset_left, state, self.max_left)
         return out if self.normalize else out * (self.max_left + 1), state
 
     def _sum(self, x, offset_left, offset_right):
@@ -104,6 +105,7 @@ class TaLKConvUnit(nn.Module):
         channels, heads, max_left, max_right, offset_dropout, normalize: as :class:`TaLKConv`.
         glu: gate the first projection.
         input_dropout: probability of dropping an element of the unit's input.
+        conv_channels: channels of the convolution, between the two projections (default: C).
     """
 
     def __init__(
@@ -117,13 +119,15 @@ class TaLKConvUnit(nn.Module):
         input_dropout=0.0,
         offset_dropout=0.0,
         normalize=True,
+        conv_channels=None,
     ):
         super().__init__()
         _check_probability("input_dropout", input_dropout)
+        conv_channels = channels if conv_channels is None else conv_channels
         self.glu, self.input_dropout = glu, input_dropout
-        self.linear1 = nn.Linear(channels, 2 * channels if glu else channels)
-        self.conv = TaLKConv(channels, heads, max_left, max_right, offset_dropout, normalize)
-        self.linear2 = nn.Linear(channels, channels)
+        self.linear1 = nn.Linear(channels, 2 * conv_channels if glu else conv_channels)
+        self.conv = TaLKConv(conv_channels, heads, max_left, max_right, offset_dropout, normalize)
+        self.linear2 = nn.Linear(conv_channels, channels)
         for linear in (self.linear1, self.linear2):
             nn.init.xavier_uniform_(linear.weight)
             nn.init.zeros_(linear.bias)
@@ -146,7 +150,8 @@ class TaLKConvUnit(nn.Module):
         """
         if attn_mask is not None:
             raise ValueError(f"attn_mask: expected None, got {tuple(attn_mask.shape)}")
-        x = self.linear1(F.dropout(query, self.input_dropout, self.training))
+        x = F.dropout(query, self.input_dropout) if self.training else query
+        x = self.linear1(x)
         if self.glu:
             x = F.glu(x, dim=-1)
         if key_padding_mask is not None:

@@ -84,6 +84,11 @@ def talk_conv_update(x, offset_left, state, max_left):
     the steps so far.
     """
     _validate(x, offset_left, None, max_left, 0)
+    return talk_conv_update_unchecked(x, offset_left, state, max_left)
+
+
+def talk_conv_update_unchecked(x, offset_left, state, max_left):
+    """:func:`talk_conv_update` where `x` and `offset_left` are known to fit each other."""
     S, B, C = x.shape
     sums = state.sums
     if (state.B, sums.shape[2]) != (B, C):

@@ -1,5 +1,6 @@
 import gzip
 import os
+import shutil
 import subprocess
 import sys
 from itertools import islice
@@ -86,6 +87,34 @@ def trained(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     fairseq(
         "train", corpus, *SMALL, "--optimizer", "adam", "--lr", 0.01, "--max-tokens", 2000,
+        "--max-update", 24, "--save-dir", folder, "--no-epoch-checkpoints", "--log-format", "none",
+    )  # fmt: skip
+    return folder / "checkpoint_last.pt"
+
+
+SMALL_LM = (
+    "--task language_modeling --tokens-per-sample 64 --arch talkconv_lm --decoder-layers 2 "
+    "--decoder-max-left 3,9 --decoder-embed-dim 32 --decoder-ffn-embed-dim 64 "
+    "--decoder-attention-heads 4 --share-decoder-input-output-embed"
+).split()
+
+
+@pytest.fixture(scope="session")
+def lm_corpus(corpus, tmp_path_factory):
+    """The English side of `corpus`, as the task language_modeling names its files."""
+    folder = tmp_path_factory.mktemp("lm_corpus")
+    shutil.copy(corpus / "dict.en.txt", folder / "dict.txt")
+    for path in corpus.glob("*.es-en.en.*"):
+        shutil.copy(path, folder / path.name.replace(".es-en.en", ""))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def trained_lm(lm_corpus, tmp_path_factory):
+    """The checkpoint of a small language model after two dozen updates."""
+    folder = tmp_path_factory.mktemp("trained_lm")
+    fairseq(
+        "train", lm_corpus, *SMALL_LM, "--optimizer", "adam", "--lr", 0.01, "--max-tokens", 1000,
         "--max-update", 24, "--save-dir", folder, "--no-epoch-checkpoints", "--log-format", "none",
     )  # fmt: skip
     return folder / "checkpoint_last.pt"

@@ -17,7 +17,8 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -26,18 +27,23 @@ pytest.importorskip("fairseq")
 import numpy as np
 import torch
 from fairseq import checkpoint_utils, options, search, trainer, utils
+from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.data import (
     Dictionary,
     LanguagePairDataset,
+    MonolingualDataset,
     TokenBlockDataset,
     bucket_pad_length_dataset,
     data_utils,
 )
+from fairseq.dataclass import initialize
 from fairseq.distributed import utils as distributed_utils
 from fairseq.models import distributed_fairseq_model
 from fairseq.models.transformer import TransformerModel
 from fairseq.modules import SinusoidalPositionalEmbedding
 from fairseq.modules.dynamic_crf_layer import DynamicCRF
+from fairseq.tasks.language_modeling import LanguageModelingTask
+from omegaconf import OmegaConf
 
 PLUGIN = Path(__file__).resolve().parents[1] / "talk_fairseq"
 ALONE = __name__ == "__main__"  # without the mends
@@ -93,6 +99,17 @@ def broadcast_optimizer_states_load(tmp_path):
     placeholder = distributed_utils._TensorPlaceholder(index=3)
     loaded = save_and_load(tmp_path, last_optimizer_state={"exp_avg": placeholder})
     assert loaded["last_optimizer_state"]["exp_avg"].index == 3
+
+
+@breaks("Unsupported global: GLOBAL fairseq.meters.AverageMeter")
+def meters_of_fairseq_0_9_load(tmp_path):
+    old = ModuleType("fairseq.meters")
+    old.AverageMeter = type("AverageMeter", (), {"__module__": "fairseq.meters"})
+    meter = old.AverageMeter()
+    meter.avg, meter.count = 3.9, 7
+    with patch.dict(sys.modules, {"fairseq.meters": old}):  # to be pickled
+        loaded = save_and_load(tmp_path, train_meters={"train_loss": meter})
+    assert vars(loaded["train_meters"]["train_loss"]) == {"avg": 3.9, "count": 7}
 
 
 @breaks("OSError|RuntimeError")  # which of torch's errors depends on where it is cut
@@ -200,6 +217,23 @@ def sample_break_mode_eos_works(tmp_path):
     assert [block.tolist() for block in blocks] == [[5, 6, 2], [7, 2]]
 
 
+@breaks("AssertionError: 1 of 2 blocks")
+def a_perplexity_is_of_every_token(tmp_path):
+    words = dictionary()
+    lines = [torch.tensor([5] * length) for length in (9, 2)]
+    blocks = [(line, line, line) for line in lines]  # source, future and past target
+    data = MonolingualDataset(blocks, [9, 2], words, targets=["future"])
+    task = LanguageModelingTask(argparse.Namespace(), words)
+    try:
+        batches = task.eval_lm_dataloader(data, batch_size=8, max_positions=4, num_workers=0)
+    except ValueError as error:
+        assert "expected blocks of at most 4 tokens to score, got 1 longer ones" in str(error)
+    else:
+        raise AssertionError(f"{sum(batch['nsentences'] for batch in batches)} of 2 blocks")
+    kept = task.eval_lm_dataloader(data, batch_size=8, max_positions=9, num_workers=0)
+    assert sum(batch["nsentences"] for batch in kept) == 2
+
+
 @breaks("has no attribute 'float'")
 def the_crf_layer_works(tmp_path):
     layer = DynamicCRF(num_embedding=9, low_rank=2, beam_size=4)
@@ -243,6 +277,16 @@ def a_transformer_with_swish_runs(tmp_path):
     assert logits.shape == (1, 2, 24)
 
 
+@breaks("AssertionError: 6 layers")
+def an_arch_in_yaml_is_that_arch(tmp_path):
+    for model in ("transformer_lm_big", {"_name": "transformer_lm_big", "decoder_embed_dim": 64}):
+        cfg = OmegaConf.create({"task": {"_name": "language_modeling"}, "model": model})
+        initialize.add_defaults(cfg)
+        assert cfg.model.decoder_layers == 12, f"{cfg.model.decoder_layers} layers"
+        assert cfg.model.decoder_embed_dim == (1024 if isinstance(model, str) else 64)
+        assert cfg.model.dropout == 0.1  # of the model's dataclass
+
+
 @breaks("IndexError: index 4[01] is out of bounds for dimension 0 with size 2")
 def diverse_beams_take_sentences_by_row(tmp_path):
     torch.manual_seed(0)
@@ -279,6 +323,21 @@ def fp16_on_a_cpu_is_refused(tmp_path):
     common = SimpleNamespace(fp16=True, memory_efficient_fp16=False, cpu=True, tpu=False)
     with pytest.raises(ValueError, match="expected a GPU for --fp16, got a CPU"):
         trainer.Trainer(SimpleNamespace(common=common), None, None, None)
+
+
+@breaks("AdaptiveLoss is not compatible")
+def one_process_trains_with_adaptive_loss(tmp_path):
+    class Derived(AdaptiveLoss):
+        """A user's criterion, which must stay what it is."""
+
+    cfg = SimpleNamespace(ddp_backend="pytorch_ddp", sentence_avg=False)
+    task = SimpleNamespace(target_dictionary=dictionary())
+    for criterion in (AdaptiveLoss, Derived):
+        assert type(criterion.build_criterion(cfg, task)) is criterion
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed_utils, "get_global_world_size", lambda: 2)
+        with pytest.raises(Exception, match="AdaptiveLoss is not compatible"):
+            AdaptiveLoss.build_criterion(cfg, task)
 
 
 @breaks("AssertionError: None")
@@ -587,7 +646,7 @@ def test_language_models_train_and_are_scored(corpus, data, tmp_path):
     assert f"Evaluated {len(words) + 43} tokens" in out
     # Without the flags every block is longer than the model allows.
     line = fairseq("eval_lm", tmp_path, path, "--cpu", fails=True)
-    assert line.startswith("ValueError: expected tokens to score, got none")
+    assert line.startswith("ValueError: expected blocks of at most 32 tokens to score, got")
 
 
 @pytest.mark.parametrize("precision, shown", [("medium", "medium"), ("low", "got 'low'")])

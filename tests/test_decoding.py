@@ -203,3 +203,11 @@ def test_bad_arguments():
         talk_conv_update(x, torch.rand(1, 2, 3), TaLKConvState(2, 8, 5), 5)
     with pytest.raises(ValueError, match="reach: expected at least 0 tokens, got -1"):
         TaLKConvState(2, 8, -1)
+
+
+def test_leaves_that_require_gradients_under_no_grad():
+    x, offset = (tensor.requires_grad_() for tensor in example(20, 2, 2, 4))
+    with torch.no_grad():
+        out, _ = decode(x, offset, 5)
+    check(out, x, offset, 5)
+    assert not out.requires_grad

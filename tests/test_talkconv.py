@@ -73,6 +73,16 @@ ARCHS = {
         sizes=(1024, 4096, 16), glu=True, dropouts=(0.3, 0.1, 0.1, 0.1), million=209.19,
         words=(32768,), flags=["--share-all-embeddings"],
     ),
+    "talkconv_wmt_en_de_big_1_decoder_layer": dict(
+        left=[3, 7, 15, 31, 31, 31, 31], decoder=[31],
+        sizes=(1024, 4096, 16), glu=True, dropouts=(0.3, 0.1, 0.1, 0.1), million=130.37,
+        words=(32768,), flags=["--share-all-embeddings"],
+    ),
+    "talkconv_wmt_en_de_big_3_decoder_layers": dict(
+        left=[3, 7, 15, 31, 31, 31, 31], decoder=[7, 15, 31],
+        sizes=(1024, 4096, 16), glu=True, dropouts=(0.3, 0.1, 0.1, 0.1), million=161.90,
+        words=(32768,), flags=["--share-all-embeddings"],
+    ),
     "talkconv_wmt_en_fr_big": dict(
         left=[3, 7, 15, 31, 31, 31, 31], decoder=[3, 7, 15, 31, 31, 31],
         sizes=(1024, 4096, 16), glu=True, dropouts=(0.1, 0.1, 0.1, 0.1), million=None,
@@ -407,7 +417,11 @@ def test_hydra_train_from_yaml(corpus, tmp_path):
         """)
     )
     fairseq("hydra-train", "--config-dir", tmp_path, "--config-name", "small", cwd=tmp_path)
-    assert len(hypotheses(generate(corpus, tmp_path / "checkpoints/checkpoint_last.pt"))) == 43
+    path = tmp_path / "checkpoints/checkpoint_last.pt"
+    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(path)])
+    layer = model.decoder.layers[0]  # what the YAML leaves is of the arch
+    assert layer.fc1.out_features == 1024 and not layer.self_attn.glu
+    assert len(hypotheses(generate(corpus, path))) == 43
 
 
 def test_ensemble_of_two_models_scores_between_them(corpus, trained, tmp_path):

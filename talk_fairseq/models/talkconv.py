@@ -27,6 +27,8 @@ from fairseq.modules.transformer_layer import (
 )
 from omegaconf import OmegaConf
 
+from talk_fairseq.models import encoder_attention
+from talk_fairseq.models.released import rename_parameters
 from talk_fairseq.modules import TaLKConvUnit
 
 # --- Configuration: flat, since a nested config works from YAML but not from flags ---
@@ -53,34 +55,23 @@ def _flat_transformer_config():
 
 
 @dataclass
-class TaLKConvConfig(_flat_transformer_config()):
-    """What `fairseq-train` takes as flags and a YAML takes as keys of `model`.
+class TaLKConvUnitConfig:
+    """What the unit adds to the options of a fairseq model with a decoder.
 
     Windows are one entry a layer, as text ("3,7,15,31x4": 31 four times) or as a YAML list.
     """
 
     activation_fn: str = field(default="swish", metadata={"help": "activation function"})
-    encoder_layers: int = field(default=7, metadata={"help": "number of encoder layers"})
-    encoder_max_left: Any = field(
-        default="3,7,15,31x4", metadata={"help": "largest window to the left of each encoder layer"}
-    )
-    encoder_max_right: Any = field(
-        default=None,
-        metadata={"help": "likewise to the right (default: as --encoder-max-left)"},
-    )
     decoder_max_left: Any = field(
         default="3,7,15,31x3", metadata={"help": "largest window to the left of each decoder layer"}
-    )
-    encoder_talk_heads: Optional[int] = field(
-        default=None,
-        metadata={"help": "heads of the encoder's windows (default: its attention heads)"},
     )
     decoder_talk_heads: Optional[int] = field(
         default=None,
         metadata={"help": "heads of the decoder's windows (default: its attention heads)"},
     )
-    encoder_glu: bool = field(
-        default=True, metadata={"help": "gate the first projection of the encoder's units"}
+    decoder_conv_dim: Optional[int] = field(
+        default=None,
+        metadata={"help": "channels of the decoder's windows (default: its embedding dimension)"},
     )
     decoder_glu: bool = field(
         default=True, metadata={"help": "gate the first projection of the decoder's units"}
@@ -96,16 +87,43 @@ class TaLKConvConfig(_flat_transformer_config()):
     )
 
 
+@dataclass
+class TaLKConvConfig(TaLKConvUnitConfig, _flat_transformer_config()):
+    """What `fairseq-train` takes as flags and a YAML takes as keys of `model`."""
+
+    encoder_layers: int = field(default=7, metadata={"help": "number of encoder layers"})
+    encoder_max_left: Any = field(
+        default="3,7,15,31x4", metadata={"help": "largest window to the left of each encoder layer"}
+    )
+    encoder_max_right: Any = field(
+        default=None,
+        metadata={"help": "likewise to the right (default: as --encoder-max-left)"},
+    )
+    encoder_talk_heads: Optional[int] = field(
+        default=None,
+        metadata={"help": "heads of the encoder's windows (default: its attention heads)"},
+    )
+    encoder_conv_dim: Optional[int] = field(
+        default=None,
+        metadata={"help": "channels of the encoder's windows (default: its embedding dimension)"},
+    )
+    encoder_glu: bool = field(
+        default=True, metadata={"help": "gate the first projection of the encoder's units"}
+    )
+
+
 def add_flags(parser, config):
-    """Add a flag for each option of the dataclass `config`, and --no-… for switches that are on."""
+    """Add the flags of the dataclass `config`: each switch both ways, since an arch may set it."""
     for option in fields(config):
-        if option.type is bool and option.default is True:
-            parser.add_argument(
-                "--" + option.name.replace("_", "-"),
-                action=argparse.BooleanOptionalAction,
-                default=argparse.SUPPRESS,
-                help=option.metadata["help"],
-            )
+        if option.type is bool and option.default in (True, False):
+            kwargs = {"default": argparse.SUPPRESS, "help": option.metadata.get("help")}
+            name = option.name.replace("_", "-")
+            if name.startswith("no-"):  # --no-… itself is added below
+                kwargs.update(action="store_false", dest=option.name, help="the opposite")
+                parser.add_argument("--" + name.removeprefix("no-"), **kwargs)
+            else:
+                kwargs["action"] = argparse.BooleanOptionalAction
+                parser.add_argument("--" + name, **kwargs)
     # Defaults come last, from the arch and the dataclass.
     gen_parser_from_dataclass(parser, config(), delete_default=True)
 
@@ -144,6 +162,8 @@ def nested_config(cfg, config):
                     f"model.{name}: expected an option of the model, got an unknown one"
                 )
     flat = OmegaConf.merge(OmegaConf.structured(config), given)
+    if OmegaConf.is_config(cfg):
+        flat._set_parent(cfg._get_parent())  # what defaults such as ${task.…} refer to
 
     # fairseq's default for a sub-config is its class, which all configs would share.
     nested = TransformerConfig(**{name: kind() for name, kind in _NESTED.items()})
@@ -191,14 +211,15 @@ def _at_least_1(count):
     return count
 
 
-def keep_windows(side, name, *windows):
-    """Leave the windows of the layers that `layers_to_keep` names, as fairseq leaves the layers."""
+def keep_layers(side, name, *windows):
+    """Leave the layers that `layers_to_keep` names, and their windows."""
     if side.layers_to_keep:
         kept = sorted(int(layer) for layer in side.layers_to_keep.split(","))
         for option in windows:
             if getattr(side, option) is not None:
                 given = window_list(f"{name}_{option}", getattr(side, option), side.layers)
                 setattr(side, option, [given[layer] for layer in kept])
+        side.layers = len(kept)
 
 
 # --- Model ---
@@ -216,6 +237,7 @@ def build_unit(cfg, side, heads, window):
         input_dropout=cfg.input_dropout,
         offset_dropout=cfg.offset_dropout,
         normalize=cfg.talk_normalize,
+        conv_channels=side.conv_dim,
     )
     for linear in (unit.linear1, unit.linear2):
         quant_noise(linear, cfg.quant_noise.pq, cfg.quant_noise.pq_block_size)
@@ -255,6 +277,14 @@ class TaLKConvEncoder(TransformerEncoderBase):
     def build_encoder_layer(self, cfg):
         return wrap_layer(TaLKConvEncoderLayer(cfg, next(self._windows), self.return_fc), cfg)
 
+    def reorder_encoder_out(self, encoder_out, new_order):
+        """Only notes the new order, under "rows": a TaLKConvDecoder needs no more."""
+        return encoder_attention.reorder_encoder_out(encoder_out, new_order)
+
+    def upgrade_state_dict_named(self, state_dict, name):
+        rename_parameters(state_dict, name)
+        return super().upgrade_state_dict_named(state_dict, name)
+
 
 class TaLKConvDecoderLayer(TransformerDecoderLayerBase):
     """fairseq's decoder layer with a causal window of `max_left`."""
@@ -266,6 +296,31 @@ class TaLKConvDecoderLayer(TransformerDecoderLayerBase):
     def build_self_attention(self, embed_dim, cfg, add_bias_kv=False, add_zero_attn=False):
         return build_unit(cfg, cfg.decoder, cfg.decoder.attention_heads, self.window)
 
+    def build_encoder_attention(self, embed_dim, cfg):
+        return encoder_attention.EncoderAttention(
+            embed_dim,
+            cfg.decoder.attention_heads,
+            kdim=cfg.encoder.embed_dim,
+            vdim=cfg.encoder.embed_dim,
+            dropout=cfg.attention_dropout,
+            encoder_decoder_attention=True,
+            q_noise=self.quant_noise,
+            qn_block_size=self.quant_noise_block_size,
+            xformers_att_config=cfg.encoder.xformers_att_config,
+        )
+
+    def forward(self, x, *args, need_attn=False, need_head_weights=False, **kwargs):
+        # fairseq's decoder asks its last layer for attention weights even where its generator
+        # has said that nobody will read them.
+        wanted = self.need_attn or self.training
+        return super().forward(
+            x,
+            *args,
+            need_attn=need_attn and wanted,
+            need_head_weights=need_head_weights and wanted,
+            **kwargs,
+        )
+
 
 class TaLKConvDecoder(TransformerDecoderBase):
     def __init__(self, cfg, dictionary, embed_tokens, no_encoder_attn=False, **kwargs):
@@ -276,6 +331,26 @@ class TaLKConvDecoder(TransformerDecoderBase):
 
     def build_decoder_layer(self, cfg, no_encoder_attn=False):
         return wrap_layer(TaLKConvDecoderLayer(cfg, next(self._windows), no_encoder_attn), cfg)
+
+    def upgrade_state_dict_named(self, state_dict, name):
+        rename_parameters(state_dict, name)
+        return super().upgrade_state_dict_named(state_dict, name)
+
+    def extract_features(
+        self, prev_output_tokens, encoder_out=None, incremental_state=None, **kwargs
+    ):
+        encoder_out = encoder_attention.encoder_out_of_rows(encoder_out, incremental_state)
+        return super().extract_features(
+            prev_output_tokens, encoder_out, incremental_state, **kwargs
+        )
+
+    def reorder_incremental_state_scripting(self, incremental_state, new_order):
+        """As fairseq's, but it need not search all modules, nor copy what hypotheses share."""
+        layers = [layer for layer in self.layers.children() if hasattr(layer, "self_attn")]
+        for layer in layers:
+            layer.self_attn.reorder_incremental_state(incremental_state, new_order)
+        attentions = [layer.encoder_attn for layer in layers if layer.encoder_attn is not None]
+        encoder_attention.reorder(attentions, incremental_state, new_order)
 
     def buffered_future_mask(self, tensor):
         """None: a causal window needs no (T, T) mask."""
@@ -292,8 +367,8 @@ class TaLKConvModel(TransformerModelBase):
     @classmethod
     def build_model(cls, cfg, task):
         cfg = nested_config(cfg, TaLKConvConfig)
-        keep_windows(cfg.encoder, "encoder", "max_left", "max_right")
-        keep_windows(cfg.decoder, "decoder", "max_left")
+        keep_layers(cfg.encoder, "encoder", "max_left", "max_right")
+        keep_layers(cfg.decoder, "decoder", "max_left")
         return super().build_model(cfg, task)
 
     @classmethod
@@ -338,6 +413,17 @@ register_archs(
             "decoder_glu": False,
         },
         "talkconv_wmt_en_de_big": _BIG,
+        # Small decoders, for speed.
+        "talkconv_wmt_en_de_big_1_decoder_layer": {
+            **_BIG,
+            "decoder_layers": 1,
+            "decoder_max_left": "31",
+        },
+        "talkconv_wmt_en_de_big_3_decoder_layers": {
+            **_BIG,
+            "decoder_layers": 3,
+            "decoder_max_left": "7,15,31",
+        },
         "talkconv_wmt_en_fr_big": {**_BIG, "dropout": 0.1},
         "talkconv_cnndm_std": _CNN_DM,
         "talkconv_cnndm_deep": {

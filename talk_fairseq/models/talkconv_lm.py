@@ -1,0 +1,225 @@
+"""The TaLK-Conv language model: the decoder of talkconv.py by itself."""
+
+import ast
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from fairseq.models import FairseqLanguageModel, register_model
+from fairseq.models.transformer import Embedding
+from fairseq.models.transformer_lm import TransformerLanguageModelConfig
+from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
+
+from talk_fairseq.models.talkconv import (
+    TaLKConvDecoder,
+    TaLKConvUnitConfig,
+    add_flags,
+    keep_layers,
+    nested_config,
+    register_archs,
+)
+
+
+@dataclass
+class TaLKConvLanguageModelConfig(TaLKConvUnitConfig, TransformerLanguageModelConfig):
+    """What `fairseq-train` takes as flags and a YAML takes as keys of `model`.
+
+    Lists are text, as fairseq has them, or YAML lists.
+    """
+
+    decoder_normalize_before: bool = field(
+        default=True, metadata={"help": "apply layernorm before each decoder block"}
+    )
+    decoder_input_dim: Optional[int] = field(
+        default=None, metadata={"help": "embedding dimension (default: as --decoder-embed-dim)"}
+    )
+    decoder_output_dim: Optional[int] = field(
+        default=None,
+        metadata={"help": "output layer's dimension (default: as --decoder-embed-dim)"},
+    )
+    adaptive_input_cutoff: Any = field(
+        default=None, metadata={"help": "where the bands of the adaptive input end: 20000,60000"}
+    )
+    adaptive_softmax_cutoff: Any = field(
+        default=None,
+        metadata={"help": "likewise for the adaptive softmax; see --criterion adaptive_loss"},
+    )
+    character_filters: Any = field(
+        default="[(1, 64), (2, 128), (3, 192), (4, 256), (5, 256), (6, 256), (7, 256)]",
+        metadata={"help": "width and channels of each convolution over the characters of a word"},
+    )
+
+
+# --- Embeddings: plain, adaptive (Baevski & Auli, 2019) or of characters ---
+
+
+def cutoff_list(name, cutoff, dim, factor, words):
+    """``"20000,60000"`` or ``[20000, 60000]`` as a list of ints; None for None and ``""``.
+
+    Raises ValueError, naming `name`, unless the cutoffs rise, end within the dictionary of
+    `words` words, and leave at least one of `dim` dimensions to the last band.
+    """
+    if cutoff is None or cutoff == "":  # a flag cannot say None to an arch
+        return None
+    try:
+        given = ast.literal_eval(f"[{cutoff}]") if isinstance(cutoff, str) else list(cutoff)
+    except (SyntaxError, TypeError, ValueError):
+        given = []
+    if (
+        not given
+        or any(type(point) is not int for point in given)
+        or [0, *given] != sorted({0, *given})
+        or given[-1] > words
+    ):
+        raise ValueError(
+            f"{name}: expected rising cutoffs such as '200,600', "
+            f"at most the {words} words of the dictionary, got {cutoff!r}"
+        )
+    bands = len(given) + (given[-1] < words)
+    if dim // factor ** (bands - 1) < 1:
+        raise ValueError(
+            f"{name}: expected at least one dimension for the last of {bands} bands, "
+            f"got {dim} // {factor:g} ** {bands - 1}"
+        )
+    return given
+
+
+def filter_list(filters):
+    """``"[(1, 64), (2, 128)]"`` or a list of such pairs as a list of pairs of ints.
+
+    Raises ValueError for anything else.
+    """
+    try:
+        given = ast.literal_eval(filters) if isinstance(filters, str) else filters
+        given = [(width, channels) for width, channels in given]
+        if not given or any(type(n) is not int or n < 1 for pair in given for n in pair):
+            raise ValueError
+    except (SyntaxError, TypeError, ValueError):
+        raise ValueError(
+            "character_filters: expected pairs of a width and channels such as "
+            f"'[(1, 64), (2, 128)]', got {filters!r}"
+        ) from None
+    return given
+
+
+def check_embeddings(cfg, source_words, target_words):
+    """Raise ValueError for options of the embeddings that do not fit each other."""
+    needs = {
+        "adaptive_input": {"character_embeddings": False},
+        "tie_adaptive_weights": {
+            "adaptive_input": True,
+            "adaptive_softmax_cutoff": cfg.adaptive_input_cutoff,
+            "adaptive_softmax_factor": cfg.adaptive_input_factor,
+            "decoder_input_dim": cfg.decoder_embed_dim,
+            "decoder_output_dim": cfg.decoder_embed_dim,
+        },
+        "tie_adaptive_proj": {"tie_adaptive_weights": True},
+        "share_decoder_input_output_embed": {
+            "adaptive_input": False,
+            "adaptive_softmax_cutoff": None,
+            "character_embeddings": False,
+            "decoder_output_dim": cfg.decoder_input_dim,
+        },
+    }
+    for option, others in needs.items():
+        if getattr(cfg, option):
+            for name, wanted in others.items():
+                if (got := getattr(cfg, name)) != wanted:
+                    raise ValueError(f"{name}: expected {wanted} with {option}, got {got}")
+    if cfg.adaptive_input and cfg.adaptive_input_cutoff is None:
+        raise ValueError("adaptive_input_cutoff: expected cutoffs with adaptive_input, got None")
+    shared = cfg.tie_adaptive_weights or cfg.share_decoder_input_output_embed
+    if shared and source_words != target_words:
+        raise ValueError(
+            "output_dictionary_size: expected all words where input and output share weights, "
+            f"got {target_words} of {source_words}"
+        )
+
+
+def build_embeddings(cfg, dictionary):
+    """The module from tokens to embeddings that `cfg` asks for."""
+    if cfg.character_embeddings:
+        return CharacterTokenEmbedder(
+            dictionary,
+            filter_list(cfg.character_filters),
+            cfg.character_embedding_dim,
+            cfg.decoder.embed_dim,
+            cfg.char_embedder_highway_layers,
+        )
+    if cfg.adaptive_input:
+        return AdaptiveInput(
+            len(dictionary),
+            dictionary.pad(),
+            cfg.decoder.input_dim,
+            cfg.adaptive_input_factor,
+            cfg.decoder.embed_dim,
+            cfg.adaptive_input_cutoff,
+            cfg.quant_noise.pq,
+            cfg.quant_noise.pq_block_size,
+        )
+    return Embedding(len(dictionary), cfg.decoder.input_dim, dictionary.pad())
+
+
+# --- Model ---
+
+
+@register_model("talkconv_lm", dataclass=TaLKConvLanguageModelConfig)
+class TaLKConvLanguageModel(FairseqLanguageModel):
+    """TaLK-Conv language model, on fairseq's task language_modeling."""
+
+    @classmethod
+    def add_args(cls, parser):
+        add_flags(parser, TaLKConvLanguageModelConfig)
+
+    @classmethod
+    def build_model(cls, cfg, task):
+        cfg = nested_config(cfg, TaLKConvLanguageModelConfig)
+        keep_layers(cfg.decoder, "decoder", "max_left")
+        cfg.checkpoint_activations |= cfg.offload_activations
+        if cfg.max_target_positions is None:
+            cfg.max_target_positions = cfg.tokens_per_sample
+
+        words = len(task.source_dictionary), len(task.target_dictionary)
+        if not cfg.adaptive_input:
+            cfg.adaptive_input_cutoff = None
+        for part, dim, size in (
+            ("input", cfg.decoder.input_dim, words[0]),
+            ("softmax", cfg.decoder.output_dim, words[1]),
+        ):
+            name, factor = f"adaptive_{part}_cutoff", getattr(cfg, f"adaptive_{part}_factor")
+            setattr(cfg, name, cutoff_list(name, getattr(cfg, name), dim, factor, size))
+        check_embeddings(cfg, *words)
+        embed_tokens = build_embeddings(cfg, task.source_dictionary)
+        decoder = TaLKConvDecoder(cfg, task.target_dictionary, embed_tokens, no_encoder_attn=True)
+        return cls(decoder)
+
+
+_BIG = {
+    "decoder_embed_dim": 1024,
+    "decoder_ffn_embed_dim": 4096,
+    "decoder_attention_heads": 16,
+}
+
+register_archs(
+    "talkconv_lm",
+    {
+        "talkconv_lm_big": {**_BIG, "decoder_layers": 12, "decoder_max_left": "3,7,15,31x9"},
+        # The paper's model (appendix A): no final norm, and everything tied that can be.
+        "talkconv_lm_wiki103": {
+            **_BIG,
+            "decoder_layers": 17,
+            "decoder_max_left": "3,5,7,15,31,63x12",
+            "dropout": 0.3,
+            "attention_dropout": 0.1,
+            "activation_dropout": 0.1,
+            "offset_dropout": 0.2,
+            "input_dropout": 0.1,
+            "no_decoder_final_norm": True,
+            "adaptive_input": True,
+            "adaptive_input_cutoff": "20000,60000",
+            "adaptive_softmax_cutoff": "20000,60000",
+            "adaptive_softmax_dropout": 0.2,
+            "tie_adaptive_weights": True,
+            "tie_adaptive_proj": True,
+        },
+    },
+)

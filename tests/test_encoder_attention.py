@@ -1,0 +1,153 @@
+"""EncoderAttention: fairseq's attention to the encoder, shared by the hypotheses of a sentence."""
+
+import pytest
+import torch
+
+pytest.importorskip("fairseq")
+
+from fairseq.modules import MultiheadAttention
+from test_talkconv import SMALL, build_model, from_flags, task
+
+from talk_fairseq.models.encoder_attention import EncoderAttention, reorder
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def attentions(dropout=0.0):
+    """Ours and fairseq's, with the same weights."""
+    arguments = dict(kdim=12, vdim=12, dropout=dropout, encoder_decoder_attention=True)
+    ours, theirs = EncoderAttention(8, 2, **arguments), MultiheadAttention(8, 2, **arguments)
+    theirs.load_state_dict(ours.state_dict())
+    return ours.eval(), theirs.eval()
+
+
+def encoded(S, N):
+    mask = torch.arange(S) >= torch.randint(1, S + 1, (N, 1))
+    mask[0] = False
+    return torch.randn(S, N, 12), mask
+
+
+@pytest.mark.parametrize("weights", ["none", "mean", "heads"])
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("k", [1, 4])
+def test_equals_fairseqs_with_repeated_sentences(k, T, weights):
+    ours, theirs = attentions()
+    memory, mask = encoded(7, 3)
+    query = torch.randn(T, 3 * k, 8)
+    flags = {"need_weights": weights != "none", "need_head_weights": weights == "heads"}
+    rows = torch.arange(3).repeat_interleave(k)
+    repeated, repeated_mask = memory[:, rows], mask[rows]
+    expected, expected_weights = theirs(
+        query, repeated, repeated, repeated_mask, None, static_kv=True, **flags
+    )
+    out, got_weights = ours(query, memory, memory, mask, {}, static_kv=True, **flags)
+    assert torch.allclose(out, expected, rtol=0, atol=1e-6)
+    if weights == "none":
+        assert got_weights is None
+    else:
+        assert torch.allclose(got_weights, expected_weights, rtol=0, atol=1e-6)
+
+
+def test_dropout_in_training():
+    ours, _ = attentions(dropout=0.5)
+    memory, mask = encoded(50, 2)
+    query = torch.randn(1, 2, 8)
+    first, second = (ours.train()(query, memory, memory, mask, {})[0] for _ in range(2))
+    assert not torch.equal(first, second)
+    first, second = (ours.eval()(query, memory, memory, mask, {})[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+ORDERS = {  # of 3 sentences with 2 rows each
+    "within sentences": ([1, 0, 2, 2, 4, 5], True),
+    "a sentence ends": ([3, 2, 5, 5], False),
+    "sentences change places": ([4, 5, 0, 1, 2, 3], False),
+    "rows mixed": ([5, 0, 3, 3, 1, 2], False),
+    "an odd number of rows": ([0, 1, 4], False),
+    "more rows": ([0, 0, 1, 1, 2, 2, 3, 3], False),
+}
+
+
+@pytest.mark.parametrize("orders", [*([name] for name in ORDERS), list(ORDERS)], ids=str)
+def test_reorder(orders):
+    ours, theirs = attentions()
+    memory, mask = encoded(7, 3)
+    rows = torch.arange(3).repeat_interleave(2)
+    state = {}
+    ours(torch.randn(1, 6, 8), memory, memory, mask, state)
+    for name in orders:
+        order, shared = ORDERS[name]
+        order = torch.tensor(order) % len(rows)
+        keys = ours._get_input_buffer(state)["prev_key"]
+        reorder([ours], state, order)
+        rows = rows[order]
+        if shared and len(orders) == 1:
+            assert ours._get_input_buffer(state)["prev_key"] is keys
+        query = torch.randn(1, len(rows), 8)
+        out, _ = ours(query, memory, memory, mask, state)
+        repeated = memory[:, rows]
+        expected, _ = theirs(query, repeated, repeated, mask[rows])
+        assert torch.allclose(out, expected, rtol=0, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return build_model(from_flags("--arch", "talkconv", *SMALL[2:]), task(100)).eval()
+
+
+def encode(model, lengths):
+    tokens = torch.full((len(lengths), max(lengths)), model.encoder.padding_idx)
+    for row, length in zip(tokens, lengths):
+        row[:length] = torch.randint(4, 99, (length,))
+    return model.encoder(tokens, torch.tensor(lengths))
+
+
+@torch.no_grad()
+def test_a_search_equals_full_passes(model):
+    """Rows repeated, reordered, dropped: as if each row had had its own encoder output."""
+    encoder_out = encode(model, [9, 4, 11])
+    full = encoder_out
+    first = torch.arange(3).repeat_interleave(3)
+    order, target = first, torch.randint(4, 99, (9, 1))
+    state = {}
+    for step in range(25):
+        encoder_out = model.encoder.reorder_encoder_out(encoder_out, order)
+        if step:
+            model.decoder.reorder_incremental_state_scripting(state, order)
+            target = target[order]
+        logits, _ = model.decoder(target, encoder_out=encoder_out, incremental_state=state)
+        expected, _ = model.decoder(target, encoder_out=encoder_out)
+        assert torch.allclose(logits[:, -1], expected[:, -1], rtol=0, atol=1e-5)
+        first = first[order] if step else first
+        repeated = {
+            **full,
+            "encoder_out": [full["encoder_out"][0][:, first]],
+            "encoder_padding_mask": [full["encoder_padding_mask"][0][first]],
+        }
+        again, _ = model.decoder(target, encoder_out=repeated)
+        assert torch.allclose(expected, again, rtol=0, atol=1e-5)
+        target = torch.cat([target, torch.randint(4, 99, (len(target), 1))], dim=1)
+        if step == 7:
+            order = torch.tensor([2, 0, 0, 8, 7, 7])  # the second sentence is done
+        elif step == 15:
+            order = torch.tensor([5, 0, 1, 4])  # no search of fairseq does this
+        else:
+            order = (torch.arange(len(target)) // 3 * 3 + torch.randint(3, (len(target),))).clamp(
+                max=len(target) - 1
+            )
+
+
+def test_weights_only_where_somebody_reads_them(model):
+    encoder_out, target = encode(model, [5, 3]), torch.randint(4, 99, (2, 6))
+    assert model.decoder(target, encoder_out=encoder_out)[1]["attn"][0].shape == (2, 6, 5)
+    for need_attn in (True, False):
+        for layer in model.decoder.layers:
+            layer.make_generation_fast_(need_attn=need_attn)
+        attn = model.decoder(target, encoder_out=encoder_out)[1]["attn"][0]
+        assert (attn is not None) == need_attn
+    for layer in model.decoder.layers:
+        layer.need_attn = True
