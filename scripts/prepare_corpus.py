@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Check a parallel corpus, learn one SentencePiece BPE for both languages, and cut it into pieces.
+"""Check a corpus of one or two languages, learn a SentencePiece BPE of it, and cut it into pieces.
 
     prepare_corpus.py --data data/bible-es-en --source-lang es --target-lang en --check
     prepare_corpus.py --data data/bible-es-en --source-lang es --target-lang en --output corpus
+    prepare_corpus.py --data data/bible-es-en --source-lang en --output corpus
 
 Reads ``{train,valid,test}.{es,en}``, one sentence a line, also with ``.gz``. Writes the same files
-as plain text, ``sentencepiece.model``, and the sentences as pieces in ``pieces/``, which is what
-fairseq-preprocess reads. The output folder appears only once all of it is written.
+as plain text, ``sentencepiece.model`` (one for both languages), and the sentences as pieces in
+``pieces/``, which is what fairseq-preprocess reads. The output folder appears only once all of it
+is written.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import zlib
 from pathlib import Path
 
 SPLITS = ("train", "valid", "test")
-LONGEST = 1000  # pieces of a sentence; the models take 1,024 positions
+LONGEST = 1000  # pieces of a sentence to translate; the models take 1,024 positions
 
 
 def read_sentences(folder, name):
@@ -45,24 +47,27 @@ def read_sentences(folder, name):
 
 
 def read_corpus(folder, languages):
-    """``{"train.es": [sentence, …], …}``. Raises ValueError where the two sides do not fit."""
-    if languages[0] == languages[1]:
+    """``{"train.es": [sentence, …], …}`` of one language or two.
+
+    Raises ValueError for a file that cannot be used and where the two sides do not fit.
+    """
+    if len(set(languages)) < len(languages):
         raise ValueError(f"expected two languages, got {languages[0]} twice")
     corpus = {}
     for split in SPLITS:
         names = [f"{split}.{language}" for language in languages]
         corpus.update((name, read_sentences(folder, name)) for name in names)
-        first, second = (len(corpus[name]) for name in names)
-        if first != second:
+        first, last = (len(corpus[name]) for name in (names[0], names[-1]))
+        if first != last:
             raise ValueError(
-                f"{folder}: expected as many lines in {names[0]} as in {names[1]}, "
-                f"got {first} and {second}"
+                f"{folder}: expected as many lines in {names[0]} as in {names[-1]}, "
+                f"got {first} and {last}"
             )
     return corpus
 
 
 def learn_pieces(corpus, languages, vocabulary, path):
-    """Write ``path``, a BPE of both languages, and return it.
+    """Write ``path``, one BPE of all `languages`, and return it.
 
     A small corpus gives fewer pieces than `vocabulary`. Raises ValueError if it cannot be learnt.
     """
@@ -101,7 +106,7 @@ def prepare(corpus, languages, vocabulary, output):
     for name, sentences in corpus.items():
         encoded = pieces.encode(sentences, out_type=str)
         longest = max(map(len, encoded))
-        if longest > LONGEST:
+        if len(languages) == 2 and longest > LONGEST:
             raise ValueError(f"{name}: expected at most {LONGEST} pieces a sentence, got {longest}")
         counts[name] = sum(map(len, encoded))
         write_lines(partial / name, sentences)
@@ -117,13 +122,15 @@ def main():
     )
     parser.add_argument("--data", type=Path, required=True, help="folder with the corpus")
     parser.add_argument("--source-lang", required=True)
-    parser.add_argument("--target-lang", required=True)
+    parser.add_argument("--target-lang", help="leave out for a corpus of one language")
     parser.add_argument("--vocabulary", type=int, default=4000, help="pieces to learn (4000)")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--output", type=Path, help="folder to write")
     what.add_argument("--check", action="store_true", help="only check the corpus")
     args = parser.parse_args()
-    languages = (args.source_lang, args.target_lang)
+    languages = [args.source_lang]
+    if args.target_lang is not None:
+        languages.append(args.target_lang)
     try:
         corpus = read_corpus(args.data, languages)
         if args.check:
@@ -135,7 +142,8 @@ def main():
     for split in SPLITS:
         names = [f"{split}.{language}" for language in languages]
         sizes = " and ".join(f"{counts[name]:,}" for name in names)
-        print(f"{split}: {len(corpus[names[0]]):,} sentence pairs, {sizes} pieces")
+        sentences = "sentence pairs" if len(names) == 2 else "sentences"
+        print(f"{split}: {len(corpus[names[0]]):,} {sentences}, {sizes} pieces")
 
 
 if __name__ == "__main__":

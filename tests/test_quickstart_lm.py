@@ -1,0 +1,293 @@
+"""scripts/quickstart_lm.sh from end to end on a few verses, what it refuses, and its table."""
+
+import argparse
+import fcntl
+import gzip
+import json
+import re
+import runpy
+import subprocess
+from itertools import islice
+
+import pytest
+import torch
+from conftest import ROOT
+
+pytest.importorskip("fairseq")
+
+TEST_VERSES = 11
+MODELS = ("unigram", "transformer_lm", "talkconv_lm")
+compare = argparse.Namespace(**runpy.run_path(str(ROOT / "scripts/compare_language_models.py")))
+prepare = argparse.Namespace(**runpy.run_path(str(ROOT / "scripts/prepare_corpus.py")))
+
+
+@pytest.fixture
+def verses(tmp_path):
+    """A folder with a few English verses; one file of it is compressed."""
+    folder = tmp_path / "verses"
+    folder.mkdir()
+    for split, lines in (("train", 150), ("valid", 10), ("test", TEST_VERSES)):
+        with gzip.open(ROOT / f"data/bible-es-en/{split}.en.gz", "rt") as text:
+            (folder / f"{split}.en").write_text("".join(islice(text, lines)))
+    text = (folder / "train.en").read_bytes()
+    (folder / "train.en.gz").write_bytes(gzip.compress(text))
+    (folder / "train.en").unlink()
+    return folder
+
+
+# --- The script ---
+
+
+def command(*arguments):
+    return [str(ROOT / "scripts/quickstart_lm.sh"), "--cpu", *map(str, arguments)]
+
+
+def quickstart(*arguments, cwd=None):
+    """What a run that must succeed printed."""
+    done = subprocess.run(command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def refusal(*arguments):
+    """The one line with which a run stops that must not start."""
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def stages(printed):
+    return re.findall("^== (.*)", printed, re.MULTILINE)
+
+
+def files(folder):
+    """What a folder holds, and when it was written; what every run writes is left out."""
+    return {
+        path: path.stat().st_mtime_ns
+        for path in folder.rglob("*")
+        if path.name not in ("lock", "results.json")
+    }
+
+
+@pytest.mark.slow
+def test_a_run_a_second_run_and_another_prompt(verses, tmp_path):
+    # From another folder, with relative paths.
+    arguments = ("--data", "verses", "--out", "run", "--updates", 6)
+    first = quickstart(*arguments, "--prompt", "In the beginning", cwd=tmp_path)
+    out = tmp_path / "run"
+    assert not list(out.rglob("*.partial"))
+    for model in MODELS:
+        assert re.search(f"^{model} ", first, re.MULTILINE)
+    assert len(re.findall("^In the beginning", first, re.MULTILINE)) == 3
+    commands = first.split("== the commands, in order\n")[1].split("\n\n")[0].splitlines()
+    for line, name in zip(commands, (
+        "prepare_corpus.py", "fairseq-preprocess --only-source", "--arch transformer_lm", "mv ",
+        "--arch talkconv_lm", "mv ", "fairseq-eval-lm", "fairseq-eval-lm", "fairseq-interactive",
+        "compare_language_models.py",
+    ), strict=True):  # fmt: skip
+        assert name in line
+
+    # Of the same size, trained on the same batches, and scored on every token of the test set.
+    results = json.loads((out / "results.json").read_text())
+    pieces = (out / "corpus/pieces/test.en").read_text().splitlines()
+    assert results["test"]["sentences"] == TEST_VERSES
+    assert results["test"]["tokens"] == sum(len(line.split()) + 1 for line in pieces)
+    unigram, transformer, talk = results["models"]
+    assert transformer["updates"] == talk["updates"] == 6
+    assert abs(talk["parameters"] / transformer["parameters"] - 1) < 0.02
+    trained = [line.split(" --arch ")[0] for line in commands if "--arch" in line]
+    assert trained[0] == trained[1]
+
+    # The second time everything is there: only the table is computed again.
+    before = files(out)
+    second = quickstart(*arguments, "--prompt", "In the beginning", cwd=tmp_path)
+    assert stages(second)[:2] == [
+        "continuations of: In the beginning",
+        "perplexity on the test set",
+    ]
+    assert files(out) == before
+    assert json.loads((out / "results.json").read_text()) == results
+
+    # Another prompt needs nothing but another continuation.
+    third = quickstart(*arguments, "--prompt", "God said", cwd=tmp_path)
+    assert stages(third)[0] == "continuing a prompt"
+    assert len(re.findall("^God said", third, re.MULTILINE)) == 3
+    changed = {path.name for path in before if files(out)[path] != before[path]}
+    assert changed <= {"prompt.txt", "continuations.txt", "log.txt", "commands.txt"}
+
+    # Other settings, or another corpus under the same name, do not get mixed with these.
+    other = ("--data", verses, "--out", out)
+    assert "other settings" in refusal(*other, "--updates", 7)
+    (verses / "valid.en").write_text("Word.\n" * 10)
+    assert "--restart to replace it" in refusal(*other, "--updates", 6)
+
+
+def write(folder, name, text):
+    (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    "damage, expected",
+    [
+        (lambda v: (v / "test.en").unlink(), "test.en: no such file"),
+        (lambda v: (v / "train.en.gz").unlink(), "train.en: no such file"),
+        (lambda v: write(v, "test.en", ""), "test.en: empty"),
+        (lambda v: write(v, "valid.en", "One.\n\nThree.\n"), "valid.en: line 2 is empty"),
+        (lambda v: (v / "valid.en").write_bytes(b"\xff\xfe\xfa\n"), "valid.en: not readable"),
+        (lambda v: write(v, "train.en.gz", "no gzip"), "train.en.gz: not readable"),
+    ],
+)
+def test_a_corpus_that_cannot_be_used(verses, tmp_path, damage, expected):
+    damage(verses)
+    out = tmp_path / "run"
+    assert expected in refusal("--data", verses, "--out", out)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--minutes", "1.5"],
+        ["--minutes"],
+        ["--updates", "0"],
+        ["--updates", "2.5"],
+        ["--prompt", ""],
+        ["--prompt", "two\nlines"],
+        ["--lang", "fr"],
+        ["--target-lang", "es"],
+        ["--fast"],
+        ["50"],
+    ],
+)
+def test_options_that_cannot_be_used(tmp_path, arguments):
+    out = tmp_path / "run"
+    line = refusal("--out", out, *arguments)
+    assert line.startswith(("quickstart_lm.sh: ", "prepare_corpus.py: "))
+    assert "expected" in line or "no such" in line
+    assert not out.exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis").write_text("")
+    assert "not of a quick start" in refusal("--out", tmp_path, "--restart")
+    assert "expected a folder" in refusal("--out", tmp_path / "thesis")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis"]
+
+
+def test_two_runs_at_once_in_one_folder(tmp_path):
+    (tmp_path / "settings").write_text("")
+    with open(tmp_path / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "another quick start is running" in refusal("--out", tmp_path)
+
+
+def test_a_folder_of_the_other_quick_start(tmp_path):
+    (tmp_path / "settings").write_text("data data/bible-es-en 1 2\nlanguages es en\n")
+    assert "other settings" in refusal("--out", tmp_path)
+    assert (tmp_path / "settings").read_text().endswith("languages es en\n")
+
+
+def test_help():
+    printed = quickstart("--help")
+    for option in ("--minutes", "--updates", "--prompt", "--cpu", "--out", "--restart", "--data"):
+        assert option in printed
+
+
+# --- The corpus of one language ---
+
+
+def test_a_long_line_of_one_language_is_no_sentence_to_translate(verses, tmp_path):
+    write(verses, "test.en", "God said. " * 600 + "\n")
+    corpus = prepare.read_corpus(verses, ["en"])
+    counts = prepare.prepare(corpus, ["en"], 300, tmp_path / "corpus")
+    assert counts["test.en"] > 1000
+    assert (tmp_path / "corpus/pieces/test.en").read_text().count("\n") == 1
+
+
+# --- The table ---
+
+
+@pytest.fixture
+def scored(tmp_path):
+    """A corpus small enough to count by hand, and a model that was scored on it."""
+    corpus = tmp_path / "corpus"
+    (corpus / "pieces").mkdir(parents=True)
+    (corpus / "pieces/train.en").write_text("▁a b\n▁a\n")
+    (corpus / "pieces/test.en").write_text("▁a c\n")
+    (corpus / "test.en").write_text("ac\n")
+    torch.save(
+        {
+            "model": {},
+            "optimizer_history": [{"num_updates": 3}, {"num_updates": 1234}],
+            "extra_state": {"previous_training_time": 56.7},
+        },
+        tmp_path / "model.pt",
+    )
+    write_score(tmp_path)
+    return tmp_path
+
+
+def write_score(folder, tokens="3"):
+    (folder / "model.txt").write_text(
+        "x | INFO | fairseq_cli.eval_lm | num. model params: 4,152,832\n"
+        f"x | INFO | fairseq_cli.eval_lm | Evaluated {tokens} tokens in 0.1s (30.00 tokens/s)\n"
+        "x | INFO | fairseq_cli.eval_lm | Loss (base 2): 2.0000, Perplexity: 4.00\n"
+    )
+
+
+def run_compare(folder):
+    compare.main(
+        ["--corpus", str(folder / "corpus"), "--language", "en", "--models",
+         str(folder / "model.pt"), "--output", str(folder / "results.json")]
+    )  # fmt: skip
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_the_table_by_hand(scored, capsys):
+    results = run_compare(scored)
+    assert results["test"] == {"sentences": 1, "words": 1, "tokens": 3, "unknown tokens": 1}
+    # Each once more than it occurs: "▁a" and the end 3 of 9, "b" 2, the unknown "c" 1.
+    unigram, model = results["models"]
+    assert unigram["perplexity of a token"] == pytest.approx(81 ** (1 / 3))
+    assert unigram["perplexity of a word"] == pytest.approx(81 ** (1 / 2))  # "ac" and the end
+    assert model == {
+        "model": "model",
+        "parameters": 4152832,
+        "updates": 1234,
+        "seconds": 57,
+        "perplexity of a token": 4,
+        "perplexity of a word": 8,
+    }
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].split() == (
+        "model parameters updates seconds test tokens ppl/token ppl/word".split()
+    )
+    assert printed[1].split() == ["unigram", "3", "4.33", "9.0"]
+    assert printed[2].split() == ["model", "4,152,832", "1,234", "57", "3", "4.00", "8.0"]
+    assert len({len(line) for line in printed[:3]}) == 1
+
+
+def damage_score(folder):
+    (folder / "model.txt").write_text("Traceback\n")
+
+
+@pytest.mark.parametrize(
+    "damage, expected",
+    [
+        (lambda f: write_score(f, "2"), "expected a score of all 3 tokens, got 2"),
+        (lambda f: write_score(f, "4"), "expected a score of all 3 tokens, got 4"),
+        (damage_score, "model.txt: expected the output of fairseq-eval-lm"),
+        (lambda f: (f / "model.txt").unlink(), "model.txt"),
+        (lambda f: (f / "model.pt").unlink(), "model.pt"),
+        (lambda f: (f / "model.pt").write_text("no"), "expected a checkpoint"),
+        (lambda f: (f / "corpus/test.en").unlink(), "test.en"),
+    ],
+)
+def test_a_score_of_something_else_is_an_error(scored, damage, expected):
+    damage(scored)
+    with pytest.raises(SystemExit) as stopped:
+        run_compare(scored)
+    assert expected in str(stopped.value) and "\n" not in str(stopped.value)
+    assert not list(scored.glob("results.json*"))
