@@ -1,0 +1,179 @@
+"""Files of a data set: downloaded, found in folders, read out of archives that nobody vouches for.
+
+Nothing is unpacked under a name that an archive chose: wanted files are copied to names of ours,
+and an archive with a link, or a name that leads out of it, is refused.
+"""
+
+import filecmp
+import gzip
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+import zlib
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlparse
+
+URL = re.compile(r"(https?|ftp|file)://", re.IGNORECASE)
+SUFFIXES = (".tgz", ".tar.gz", ".tar", ".zip")
+DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError, zipfile.BadZipFile)
+
+
+def download(url, folder):
+    """The path of `url` under `folder`; fetched with curl if it is not there yet.
+
+    It carries its name once it is whole: a download that was cut short goes on where it stopped.
+    Raises ValueError if the host does not give it.
+    """
+    address = urlparse(url)
+    parts = [part for part in PurePosixPath(address.path).parts if part not in ("/", "..")]
+    if not parts:
+        raise ValueError(f"{url}: expected the address of a file")
+    path = folder / (address.netloc or "local") / Path(*parts)
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    print(f"downloading {url}", file=sys.stderr, flush=True)
+    if not shutil.which("curl"):
+        raise ValueError(f"{url}: expected the command curl, found none; get it by hand: --data")
+    verbosity = ["--progress-bar"] if sys.stderr.isatty() else ["--silent"]
+    command = ["curl", "--fail", "--location", "--retry", "3", "--show-error", *verbosity]
+    command += ["--continue-at", "-", "--output", str(partial), url]
+    resumed = partial.exists() and partial.stat().st_size > 0
+    status = subprocess.run(command).returncode
+    if status in (22, 33, 36) and resumed:  # the host cannot go on from there
+        partial.unlink()
+        status = subprocess.run(command).returncode
+    if status:
+        raise ValueError(f"{url}: could not be downloaded (curl: status {status})")
+    partial.rename(path)
+    return path
+
+
+def read_members(path, take):
+    """Call ``take(name, stream)`` for every file in a tar (also gzipped) or zip archive, in order.
+
+    Reads it to its end, checksums included. Raises ValueError for what is no archive or not all of
+    one, and for an archive that holds a link or a name that leads out of it.
+    """
+
+    def member(name, is_link, is_file, open_member):
+        if is_link:
+            raise ValueError(f"{path}: refused: {name} in it is a link")
+        if name.startswith(("/", "\\")) or ".." in re.split(r"[/\\]", name):
+            raise ValueError(f"{path}: refused: {name} in it leads out of the archive")
+        if is_file:
+            with open_member() as stream:
+                take(name, stream)
+
+    with open(path, "rb") as file:
+        magic = file.read(4)
+    try:
+        if magic == b"PK\x03\x04":
+            with zipfile.ZipFile(path) as archive:
+                for info in archive.infolist():
+                    is_link = (info.external_attr >> 28) == 0o12  # the mode of a Unix link
+                    member(
+                        info.filename,
+                        is_link,
+                        not info.is_dir(),
+                        lambda info=info: archive.open(info),
+                    )
+            return
+        opened = gzip.open if magic[:2] == b"\x1f\x8b" else open
+        with opened(path, "rb") as file, tarfile.open(fileobj=file, mode="r|") as archive:
+            for info in archive:
+                is_link = info.issym() or info.islnk()
+                member(
+                    info.name, is_link, info.isfile(), lambda info=info: archive.extractfile(info)
+                )
+            while file.read(1 << 20):  # to the checksum of the gzip
+                pass
+    except DAMAGED as error:
+        raise ValueError(
+            f"{path}: expected a whole tar or zip archive, got {error}; get it again"
+        ) from None
+
+
+def walk(locations, archives):
+    """``(files, archives)`` of the folders and files `locations`, as paths.
+
+    In a folder, only files with one of the names `archives` count as archives.
+    """
+    files, found = [], []
+    for location in locations:
+        if not location.is_dir():
+            (found if location.name.endswith(SUFFIXES) else files).append(location)
+            continue
+        for folder, folders, names in os.walk(location):
+            folders.sort()
+            for name in sorted(names):
+                (found if name in archives else files).append(Path(folder, name))
+    return files, found
+
+
+def gather(wanted, locations, archives, folder):
+    """``{name: path}`` of those of the files `wanted` that are at `locations`.
+
+    A file counts by its base name, with or without ``.gz``, in any folder; failing that, it is
+    copied from an archive into `folder`. Raises ValueError if different files of one name are
+    there, or an archive cannot be used.
+
+    Args:
+        archives: ``{name: starts}`` of the archives to look for in folders. Of these, files are
+            only taken if their names start with one of `starts`, since some hold others too.
+    """
+    found = {}
+    files, to_read = walk(locations, archives)
+    for path in files:
+        if path.name.removesuffix(".gz") in wanted:
+            found.setdefault(path.name.removesuffix(".gz"), []).append(path)
+    in_folders = set(found)
+    for number, archive in enumerate(to_read if len(found) < len(wanted) else []):
+        starts = archives.get(archive.name, ("",))
+        copied = folder / f"{number}_{archive.name}"
+        if not copied.exists():
+            copy_members(archive, {name for name in wanted if name.startswith(starts)}, copied)
+        for path in sorted(copied.iterdir()):
+            if path.name not in in_folders:
+                found.setdefault(path.name, []).append(path)
+    return {name: only(name, paths, archives) for name, paths in found.items()}
+
+
+def only(name, paths, archives):
+    """The one of some files of a name; several must be the same.
+
+    Where some are in a folder that is called as the archive from which they should come, the
+    others do not matter.
+    """
+    homes = [
+        archive.split(".")[0] for archive, starts in archives.items() if name.startswith(starts)
+    ]
+    paths = [path for path in paths if set(homes) & set(path.parts)] or paths
+    for path in paths[1:]:
+        if not filecmp.cmp(paths[0], path, shallow=False):
+            raise ValueError(f"{name}: expected one file, got {paths[0]} and {path}; leave one")
+    return paths[0]
+
+
+def copy_members(archive, wanted, folder):
+    """Copy the files `wanted` of an archive into the new `folder`, whole or not at all."""
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+    def take(name, stream):
+        name = PurePosixPath(name).name.removesuffix(".gz")
+        if name in wanted:
+            if (partial / name).exists():
+                raise ValueError(f"{archive}: expected {name} in it once, found it twice")
+            with open(partial / name, "wb") as copy:
+                shutil.copyfileobj(stream, copy, 1 << 20)
+
+    print(f"reading {archive}", file=sys.stderr, flush=True)
+    read_members(archive, take)
+    partial.rename(folder)

@@ -1,0 +1,253 @@
+"""Text of parallel corpora: reading the published formats, tokenising, cleaning, subwords.
+
+Everything goes by line or by chunks of lines: no corpus is ever in memory.
+"""
+
+import functools
+import gzip
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import zlib
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from itertools import chain, islice, zip_longest
+
+# What Python or a reader after us may take for the end of a line, though it is none here.
+BREAKS = dict.fromkeys(map(ord, "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"), " ")
+CHUNK = 1000  # pairs that a worker is given at a time
+
+
+# --- Reading ---
+
+
+def lines_of(path):
+    """The lines of a UTF-8 text, also gzipped, without surrounding space.
+
+    Bytes that are not UTF-8 become U+FFFD; how many lines had some is said at the end. Raises
+    ValueError for gzip that is damaged or incomplete.
+    """
+    with open(path, "rb") as file:
+        opened = gzip.open if file.read(2) == b"\x1f\x8b" else open
+    damaged = 0
+    try:
+        with opened(path, "rb") as file:
+            for number, line in enumerate(file):
+                try:
+                    text = line.decode("utf-8")
+                except UnicodeDecodeError:
+                    damaged += 1
+                    text = line.decode("utf-8", errors="replace")
+                if number == 0:
+                    text = text.removeprefix("\ufeff")
+                yield text.translate(BREAKS).strip()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path}: expected a whole gzip file, got {error}; get it again") from None
+    if damaged:
+        print(
+            f"warning: {path}: {damaged:,} lines held bytes that are not UTF-8; they became U+FFFD",
+            file=sys.stderr,
+        )
+
+
+def pairs_of(source, target, names):
+    """Pairs of two iterables of lines. Raises ValueError if one of them is longer."""
+    source, target = iter(source), iter(target)
+    nothing = object()
+    count = 0
+    for one, two in zip_longest(source, target, fillvalue=nothing):
+        if one is nothing or two is nothing:
+            rest = 1 + sum(1 for _ in (target if one is nothing else source))
+            lines = (count, count + rest) if one is nothing else (count + rest, count)
+            raise ValueError(
+                f"expected as many lines in {names[0]} as in {names[1]}, got {lines[0]:,} and "
+                f"{lines[1]:,}"
+            )
+        count += 1
+        yield one, two
+
+
+def without_tags(lines):
+    """The text of IWSLT's ``train.tags.*``: no metadata, and titles and descriptions untagged."""
+    for line in lines:
+        if not re.search("<(url|talkid|keywords)>", line):
+            yield re.sub("</?(title|description)>", "", line).strip()
+
+
+def segments(lines, path):
+    """The segments of an SGML or XML test set, one a line, as they stand.
+
+    Raises ValueError for a segment that does not end on its line.
+    """
+    for number, line in enumerate(lines, 1):
+        if re.search("<seg[ >]", line, re.IGNORECASE):
+            match = re.fullmatch(r".*<seg[^>]*>(.*)</seg>.*", line, re.IGNORECASE)
+            if not match:
+                raise ValueError(f"{path}: line {number}: expected <seg …> … </seg>, got {line!r}")
+            yield match[1].strip()
+
+
+END_OF_SENTENCE = tuple(".!?'`\"\u2019\u201d)")
+
+
+def story(text):
+    """``(article, summary)`` of a CNN-DM story, each on one line.
+
+    The summary is what follows ``@highlight`` lines. A line that ends without punctuation is
+    closed with `` .``, as the published preparation does.
+    """
+    article, summary = [], []
+    part = article
+    for line in text.translate(BREAKS).split("\n"):
+        line = " ".join(line.split())
+        if line == "@highlight":
+            part = summary
+        elif line:
+            part.append(line if line.endswith(END_OF_SENTENCE) else line + " .")
+    return " ".join(article), " ".join(summary)
+
+
+def without_sentence_tags(line):
+    """A summary without the ``<t>`` and ``</t>`` that processed CNN-DM puts around sentences."""
+    return " ".join(re.sub("</?t>", " ", line).split())
+
+
+# --- Tokenising and cleaning ---
+
+
+@functools.cache
+def moses(language):
+    """The tokeniser and the punctuation normaliser of a language, one each in a process."""
+    import sacremoses
+
+    return sacremoses.MosesTokenizer(language), sacremoses.MosesPunctNormalizer(language)
+
+
+def tokenize(line, language, normalize=False, split_dashes=False, straight=False, lowercase=False):
+    """One line in Moses tokens, escaped as Moses does (``&apos;``).
+
+    Args:
+        normalize: normalise punctuation and drop characters that do not print.
+        split_dashes: ``self-made`` becomes ``self @-@ made``.
+        straight: a right single quotation mark becomes an apostrophe.
+        lowercase: what it says, last.
+    """
+    tokenizer, normalizer = moses(language)
+    if straight:
+        line = line.replace("\u2019", "'")
+    if normalize:
+        import regex
+
+        line = regex.sub(r"\p{C}", " ", normalizer.normalize(line))
+    # Split again: Moses keeps spaces that are not ASCII, at which fairseq splits.
+    tokens = " ".join(tokenizer.tokenize(line, aggressive_dash_splits=split_dashes)).split()
+    line = " ".join(tokens)
+    return line.lower() if lowercase else line
+
+
+def tokenize_pairs(pairs, languages, **options):
+    """Both sides of some pairs through `tokenize`, in the two languages."""
+    return [
+        tuple(tokenize(line, lang, **options) for line, lang in zip(pair, languages))
+        for pair in pairs
+    ]
+
+
+def is_kept(source, target, longest, ratio):
+    """Whether a pair passes cleaning: 1 to `longest` tokens on both sides, and neither side more
+    than `ratio` times the other."""
+    lengths = sorted((len(source.split()), len(target.split())))
+    return 1 <= lengths[0] and lengths[1] <= longest and lengths[1] <= ratio * lengths[0]
+
+
+# --- Subwords ---
+
+
+def learn_pieces(lines, size, model, most_lines):
+    """Write `model`, a SentencePiece BPE of at most `size` pieces beside the unknown one.
+
+    Learns from `most_lines` lines at random. Few lines give fewer pieces. Raises ValueError if it
+    cannot be learnt.
+    """
+    import sentencepiece
+
+    sentencepiece.set_random_generator_seed(1)
+    with open(model, "wb") as file:
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(lines),
+                model_writer=file,
+                model_type="bpe",
+                vocab_size=size + 1,
+                hard_vocab_limit=False,
+                bos_id=-1,
+                eos_id=-1,
+                # Rarer characters stay whole, and enter the dictionary if it has room.
+                character_coverage=0.9995,
+                normalization_rule_name="identity",  # the references are not normalised either
+                input_sentence_size=most_lines,
+                shuffle_input_sentence=True,
+                max_sentence_length=1_000_000,  # bytes; what is longer would not be learnt from
+                minloglevel=2,
+            )
+        except RuntimeError as error:  # for one, fewer pieces than the text has characters
+            raise ValueError(f"SentencePiece: {error}") from None
+
+
+@functools.cache
+def pieces_of(model):
+    """The SentencePiece model of a file, one in a process."""
+    import sentencepiece
+
+    return sentencepiece.SentencePieceProcessor(model_file=str(model))
+
+
+def encode_pairs(pairs, model):
+    """Both sides of some pairs as pieces, with spaces between."""
+    pieces = pieces_of(model).encode(list(chain.from_iterable(pairs)), out_type=str)
+    lines = map(" ".join, pieces)
+    return list(zip(lines, lines))
+
+
+def without_bpe(line):
+    """A line without the marks of subword-nmt."""
+    return re.sub("@@( |$)", "", line)
+
+
+# --- Going through a corpus ---
+
+
+def follow_parent():
+    """A worker leaves interrupts to its parent, and ends when that was killed."""
+
+    def watch():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def in_parallel(function, items, workers):
+    """Yield ``(item, result)`` in order; `function` takes a list and gives one as long.
+
+    A few chunks a worker are under way at a time, so that memory does not grow with the corpus.
+    """
+    items = iter(items)
+    chunks = iter(lambda: list(islice(items, CHUNK)), [])
+    if workers == 1:
+        for chunk in chunks:
+            yield from zip(chunk, function(chunk))
+        return
+    with ProcessPoolExecutor(workers, initializer=follow_parent) as pool:
+        waiting = deque()
+        for chunk in chunks:
+            waiting.append((chunk, pool.submit(function, chunk)))
+            if len(waiting) > 2 * workers:
+                chunk, result = waiting.popleft()
+                yield from zip(chunk, result.result())
+        for chunk, result in waiting:
+            yield from zip(chunk, result.result())

@@ -1,0 +1,671 @@
+"""The prepare scripts on tiny archives in the published layouts, and the rules they follow."""
+
+import functools
+import gzip
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+import zipfile
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import archives
+import pytest
+from conftest import ROOT
+
+pytest.importorskip("fairseq")
+sys.path.insert(0, str(ROOT / "scripts"))
+import prepare_archives
+import prepare_benchmark
+import prepare_text
+
+
+def prepare(benchmark, *arguments, workers=1):
+    """Run the command in this process."""
+    prepare_benchmark.main([benchmark, "--workers", str(workers), *map(str, arguments)])
+
+
+def tiny(benchmark, folder, *arguments):
+    """Prepare a tiny archive; returns the folder and its prepared.json."""
+    make = {**archives.MAKE, "processed": archives.cnn_dm_processed}[benchmark]
+    data, output = folder / "data", folder / "out"
+    benchmark = "cnn_dm" if benchmark == "processed" else benchmark
+    vocabulary = [] if benchmark == "wikitext103" else ["--vocabulary", "400"]
+    make(data)
+    prepare(
+        benchmark, "--data", data, "--output", output, "--other-counts", *vocabulary, *arguments
+    )
+    assert not (folder / "out.partial").exists()
+    return output, json.loads((output / "prepared.json").read_text())
+
+
+def refusal(capfd, *arguments):
+    """The one line with which a run ends that cannot do what it is asked for."""
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        prepare(*arguments)
+    assert stopped.value.code == 2
+    return capfd.readouterr().err.splitlines()[-1]
+
+
+def lines(path):
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+def dataset(folder, split, language=None, pair=None):
+    """A binarised split as fairseq reads it: its sentences, in words."""
+    from fairseq.data import Dictionary, data_utils
+
+    words = Dictionary.load(str(folder / (f"dict.{language}.txt" if language else "dict.txt")))
+    name = f"{split}.{pair}.{language}" if pair else split
+    numbers = data_utils.load_indexed_dataset(str(folder / name), words)
+    return [words.string(sentence) for sentence in numbers], words
+
+
+def decode(output, sentences):
+    pieces = prepare_text.pieces_of(output / "sentencepiece.model")
+    return [pieces.decode(sentence.split()) for sentence in sentences]
+
+
+# --- Whole preparations ---
+
+
+def test_iwslt(tmp_path):
+    output, prepared = tiny("iwslt14_de_en", tmp_path)
+    assert prepared["lines"] == {"train": 284, "valid": 12, "test": 60}
+    assert (prepared["tokenizer"], prepared["lowercase"]) == ("moses", True)
+    assert (prepared["source_lang"], prepared["target_lang"]) == ("de", "en")
+    assert {"what": "pairs to train on", "found": 284, "published": [160239]} in prepared["checks"]
+
+    # By hand from the archive: what is kept, every 23rd of it, and the order of the test sets.
+    pairs = list(zip(archives.verses("es", 300), archives.verses("en", 300)))
+    tokens = prepare_text.tokenize_pairs(pairs, ("de", "en"), lowercase=True)
+    kept = [
+        (plain, pair)
+        for plain, pair in zip(pairs, tokens)
+        if prepare_text.is_kept(*pair, longest=175, ratio=1.5)
+    ]
+    assert lines(output / "valid.de") == [plain[0] for plain, _ in kept[22::23]]
+    assert lines(output / "tokenized.valid.en") == [pair[1] for _, pair in kept[22::23]]
+    assert lines(output / "test.en") == archives.verses("en", 60, split="test")
+    assert not any(line != line.lower() for line in lines(output / "tokenized.test.de"))
+    assert not any("\u2019" in line for line in lines(output / "tokenized.test.en"))
+    train, english = dataset(output, "train", "en", "de-en")
+    _, german = dataset(output, "train", "de", "de-en")
+    assert decode(output, train) == [
+        pair[1] for number, (_, pair) in enumerate(kept, 1) if number % 23
+    ]
+    assert english.symbols != german.symbols
+
+    from fairseq.tasks.translation import TranslationConfig, TranslationTask
+
+    task = TranslationTask.setup_task(TranslationConfig(data=str(output), dataset_impl="mmap"))
+    for split, count in prepared["lines"].items():
+        task.load_dataset(split)
+        assert len(task.datasets[split]) == count
+
+
+def test_wmt_en_de(tmp_path):
+    output, prepared = tiny("wmt16_en_de", tmp_path)
+    assert lines(output / "valid.en") == archives.verses("en", 12, 0, "test")
+    assert lines(output / "test.de") == archives.verses("es", 12, 100, "test")
+    assert "twenty-seven" in lines(output / "tokenized.valid.en")[0]  # dashes stay, to be split
+    assert len(prepared["checks"]) == 6
+
+    # By hand: three corpora, one after the other, of which pairs of like numbers of pieces stay.
+    pairs = []
+    for start in (0, 1000, 2000):
+        pairs += zip(archives.verses("en", 300, start), archives.verses("es", 300, start))
+        pairs.append(("Amen.", "Amen, amen, y otra vez amen."))
+    tokens = prepare_text.tokenize_pairs(pairs, ("en", "de"))
+    pieces = prepare_text.encode_pairs(tokens, output / "sentencepiece.model")
+    kept = [pair for pair in pieces if prepare_text.is_kept(*pair, longest=250, ratio=1.5)]
+    assert 850 < len(kept) <= 900
+    assert prepared["lines"] == {"train": len(kept), "valid": 12, "test": 12}
+    german, words = dataset(output, "train", "de", "en-de")
+    assert [len(line.split()) for line in german] == [len(line.split()) for _, line in kept]
+    assert words.symbols == dataset(output, "train", "en", "en-de")[1].symbols
+    assert len(words) == 400
+
+
+def test_wmt_en_fr(tmp_path):
+    output, prepared = tiny("wmt14_en_fr", tmp_path)
+    assert 1400 < prepared["lines"].pop("train") <= 1500
+    assert prepared["lines"] == {"valid": 24, "test": 12}
+    first, second = (archives.verses("es", 12, start, "test") for start in (0, 50))
+    assert lines(output / "valid.fr") == first + second  # newstest2012, then newstest2013
+    assert "twenty @-@ seven" in lines(output / "tokenized.valid.en")[0]
+    train, _ = dataset(output, "train", "en", "en-fr")
+    assert not any(mark in line for line in train for mark in "“”’—")  # normalised
+
+
+def test_cnn_dm_stories(tmp_path):
+    output, prepared = tiny("cnn_dm", tmp_path)
+    assert prepared["lines"] == {"train": 59, "valid": 10, "test": 10}  # one has no article
+    made = archives.stories()["test"]
+    assert [line.split()[0] for line in lines(output / "test.source")] == [
+        article[0].split()[0] for _, article, _ in made
+    ]
+    _, article, highlights = made[0]
+    assert lines(output / "test.source")[0] == " ".join(
+        line if line.endswith((".", "”", "?", "!")) else line + " ." for line in article
+    )
+    assert highlights[0] in lines(output / "test.target")[0]
+    assert not any("@highlight" in line for line in lines(output / "test.source"))
+    assert dataset(output, "train", "source", "source-target")[1].symbols == (
+        dataset(output, "train", "target", "source-target")[1].symbols
+    )
+
+
+def test_cnn_dm_processed(tmp_path):
+    output, prepared = tiny("processed", tmp_path)
+    assert prepared["lines"] == {"train": 59, "valid": 10, "test": 10}
+    assert prepared["tokenizer"] == "none"
+    _, article, highlights = archives.stories()["test"][0]
+    assert lines(output / "test.source")[0] == " ".join(article)
+    assert lines(output / "tokenized.test.target")[0] == " ".join(
+        f"{line} ." for line in highlights
+    )
+
+
+def test_wikitext(tmp_path):
+    output, prepared = tiny("wikitext103", tmp_path)
+    assert prepared["lines"] == {"train": 303, "valid": 15, "test": 15}
+    assert (prepared["target_lang"], prepared["tokenizer"], prepared["subwords"]) == (
+        None,
+        "none",
+        "none",
+    )
+    train, words = dataset(output, "train")
+    assert train[1] == "= Verses =" and train[2] == ""
+    assert train[3:] == [line.replace("God", "<unk>") for line in archives.verses("en", 300)]
+    sentences = lines(output / "test.en")
+    assert len(dataset(output, "test")[0]) == len(sentences)
+    assert words.index("<unk>") == words.unk()
+    found = {check["what"]: check["found"] for check in prepared["checks"]}
+    assert found["words of wiki.test.tokens, ends of line among them"] == sum(
+        len(line.split()) + 1 for line in sentences
+    )
+
+
+def test_pretokenized_data_is_taken_as_it_is(tmp_path, capfd):
+    given, output = tmp_path / "given", tmp_path / "out"
+    given.mkdir()
+    for split, start in (("train", 0), ("valid", 50), ("test", 70)):
+        for language, ours in (("de", "es"), ("en", "en")):
+            cut = [
+                " ".join(word[:3] + "@@ " + word[3:] if word[3:] else word for word in line.split())
+                for line in archives.verses(ours, 20, start)
+            ]
+            (given / f"{split}.{language}").write_text(archives.text(cut))
+    arguments = ("iwslt14_de_en", "--pretokenized", given, "--output", output)
+    assert "lines of test: expected 6,750, got 20" in refusal(capfd, *arguments)
+    prepare(*arguments, "--other-counts")
+    prepared = json.loads((output / "prepared.json").read_text())
+    assert prepared["subwords"] == "subword_nmt"
+    assert prepared["lines"] == {"train": 20, "valid": 20, "test": 20}
+    assert lines(output / "tokenized.test.en") == archives.verses("en", 20, 70)
+    assert not (output / "test.en").exists()  # there is no plain text
+    assert dataset(output, "test", "de", "de-en")[0][0].startswith("@@") is False
+    train, _ = dataset(output, "train", "de", "de-en")
+    assert train == lines(given / "train.de")
+
+    # With the dictionary of a released checkpoint, a test set is enough.
+    for split in ("train", "valid"):
+        for language in ("de", "en"):
+            (given / f"{split}.{language}").unlink()
+    assert "train.de (training data, or its dictionaries" in refusal(
+        capfd, *arguments, "--other-counts", "--restart"
+    )
+    dictionary = output / "dict.de.txt"
+    released = shutil.copy(dictionary, tmp_path / "dict.txt")
+    prepare(*arguments, "--other-counts", "--restart", "--dict", released)
+    assert json.loads((output / "prepared.json").read_text())["lines"] == {"test": 20}
+    assert (output / "dict.en.txt").read_text() == (tmp_path / "dict.txt").read_text()
+
+
+# --- Stopping, going on, and running again ---
+
+
+def test_a_killed_run_goes_on_with_the_stage_it_was_in(tmp_path, monkeypatch, capfd):
+    data, output, work = (tmp_path / name for name in ("data", "out", "out.partial"))
+    archives.iwslt14_de_en(data)
+    arguments = ["iwslt14_de_en", "--data", data, "--output", output]
+    arguments += ["--vocabulary", "400", "--other-counts"]
+    child = os.fork()
+    if child == 0:  # killed with half of a stage written
+        try:
+            encode = prepare_benchmark.encode_pairs
+            monkeypatch.setattr(
+                prepare_benchmark,
+                "encode_pairs",
+                lambda pairs, model: (
+                    os.kill(os.getpid(), signal.SIGKILL)
+                    if len(pairs) < 100
+                    else encode(pairs, model)
+                ),
+            )
+            prepare(*arguments)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert not output.exists()
+    assert (work / "tokenized").exists() and (work / "pieces.partial").exists()
+    assert not (work / "plain").exists()  # what is done with is not kept
+
+    # Not with other settings, which would not fit what is there.
+    message = refusal(capfd, *arguments[:-2], "500")
+    assert "unfinished work with other settings; --restart" in message
+
+    def again(*_):
+        raise AssertionError("an earlier stage was done again")
+
+    monkeypatch.setattr(prepare_benchmark, "write_plain", again)
+    monkeypatch.setattr(prepare_benchmark, "write_tokenized", again)
+    prepare(*arguments)
+    assert not work.exists()
+    assert json.loads((output / "prepared.json").read_text())["lines"]["train"] == 284
+
+    # The second time there is nothing to do; other settings or other files are not written over.
+    before = {path: path.stat().st_mtime_ns for path in output.iterdir()}
+    prepare(*arguments)
+    assert "is ready" in capfd.readouterr().out
+    assert "prepared with other settings" in refusal(capfd, *arguments, "--ratio", "2")
+    assert {path: path.stat().st_mtime_ns for path in output.iterdir()} == before
+    (output / "prepared.json").unlink()
+    assert "which holds other things" in refusal(capfd, *arguments, "--restart")
+
+
+def test_a_download_goes_on_and_is_not_repeated(tmp_path, monkeypatch):
+    served = archives.iwslt14_de_en(tmp_path / "host") / "de-en.tgz"
+    url, kept = f"file://{served}", tmp_path / "downloads"
+    path = prepare_archives.download(url, kept)
+    assert path.read_bytes() == served.read_bytes()
+
+    partial = path.with_name("de-en.tgz.partial")
+    for size in (1000, served.stat().st_size):  # stopped in the middle, and just before the end
+        path.unlink()
+        partial.write_bytes(served.read_bytes()[:size])
+        assert prepare_archives.download(url, kept) == path
+        assert path.read_bytes() == served.read_bytes()
+        assert not partial.exists()
+
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded again"))
+    assert prepare_archives.download(url, kept) == path
+
+
+def test_a_host_that_cannot_go_on_starts_over(tmp_path):
+    served = archives.iwslt14_de_en(tmp_path / "host") / "de-en.tgz"
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=served.parent)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port}"
+        kept = tmp_path / "downloads"
+        (kept / address).mkdir(parents=True)
+        (kept / address / "de-en.tgz.partial").write_bytes(served.read_bytes()[:1000])
+        path = prepare_archives.download(f"http://{address}/de-en.tgz", kept)
+        server.shutdown()
+    assert path.read_bytes() == served.read_bytes()
+
+
+def test_a_host_that_is_gone(tmp_path, capfd):
+    gone = f"file://{tmp_path}/gone/de-en.tgz"
+    kept = tmp_path / "downloads"
+    message = refusal(
+        capfd, "iwslt14_de_en", "--data", gone, "--downloads", kept, "--output", tmp_path / "out"
+    )
+    assert message.startswith(f"prepare_iwslt14_de_en.sh: {gone}: could not be downloaded")
+    assert not [path for path in kept.rglob("*") if path.is_file()]
+    assert not (tmp_path / "out").exists()
+
+
+# --- What is refused ---
+
+
+def test_wrong_counts_say_both_numbers(tmp_path, capfd):
+    data = archives.iwslt14_de_en(tmp_path / "data")
+    message = refusal(capfd, "iwslt14_de_en", "--data", data, "--output", tmp_path / "out")
+    assert "train.tags.de-en.de and train.tags.de-en.en: expected 174,443, got 300 " in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_published_counts_pass_in_silence(capfd):
+    run = prepare_benchmark.Run("wmt16_en_de", SimpleNamespace(
+        vocabulary=None, longest=None, ratio=None, data=[], download=False, pretokenized=None,
+        dict=None, other_counts=False,
+    ))  # fmt: skip
+    run.check("test", 3003, (3003, 2737))
+    run.check("test", 2737, (3003, 2737))
+    run.check("train", 3_960_000, (3_976_000,), exact=False)
+    assert capfd.readouterr().err == ""
+    run.check("train", 4_500_000, (3_976_000,), exact=False)
+    assert capfd.readouterr().err == "warning: train: expected about 3,976,000, got 4,500,000\n"
+    with pytest.raises(ValueError, match="test: expected 3,003 or 2,737, got 3,002"):
+        run.check("test", 3002, (3003, 2737))
+    assert [check["found"] for check in run.prepared["checks"]][-1] == 3002
+
+
+@pytest.mark.parametrize(
+    "benchmark, expected",
+    [
+        ("iwslt14_de_en", "dl.fbaipublicfiles.com/fairseq/data/iwslt14/de-en.tgz. The original"),
+        ("wmt16_en_de", "training-parallel-nc-v11.tgz"),
+        ("wmt14_en_fr", "training-giga-fren.tar"),
+        ("cnn_dm", "cnn_stories.tgz and dailymail_stories.tgz, are linked from"),
+        ("wikitext103", "The original host, research.metamind.io on Amazon S3, is gone"),
+    ],
+)
+def test_missing_files_and_where_they_are(tmp_path, capfd, benchmark, expected):
+    for data in ([], ["--data", tmp_path]):
+        message = refusal(capfd, benchmark, *data, "--output", tmp_path / "out")
+        assert message.startswith(f"prepare_{benchmark}.sh: missing ") and expected in message
+
+
+def test_one_archive_of_several_is_missing(tmp_path, capfd):
+    data = archives.wmt16_en_de(tmp_path / "data")
+    (data / "training-parallel-commoncrawl.tgz").unlink()
+    message = refusal(capfd, "wmt16_en_de", "--data", data, "--output", tmp_path / "out")
+    assert "missing commoncrawl.de-en.en, commoncrawl.de-en.de; give" in message
+    assert "training-parallel-commoncrawl.tgz" in message and "europarl" not in message
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-2000])
+
+
+def damage(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
+def replace(path, **changes):
+    """Put a member into an archive that must not be there."""
+    with tarfile.open(path, "w:gz") as file:
+        member = tarfile.TarInfo("de-en/train.tags.de-en.de")
+        for name, value in changes.items():
+            setattr(member, name, value)
+        file.addfile(member)
+
+
+@pytest.mark.parametrize(
+    "harm, expected",
+    [
+        (truncate, "expected a whole tar or zip archive"),
+        (damage, "expected a whole tar or zip archive"),
+        (lambda path: path.write_text("<html>Not found</html>"), "expected a whole tar or zip"),
+        (lambda path: path.write_bytes(b""), "expected a whole tar or zip"),
+        (lambda path: replace(path, name="../train.tags.de-en.de"), "leads out of the archive"),
+        (lambda path: replace(path, name="/etc/train.tags.de-en.de"), "leads out of the archive"),
+        (lambda path: replace(path, type=tarfile.SYMTYPE, linkname="/etc/passwd"), "is a link"),
+        (lambda path: replace(path, type=tarfile.LNKTYPE, linkname="x"), "is a link"),
+    ],
+)
+def test_archives_that_cannot_be_used(tmp_path, capfd, harm, expected):
+    data = archives.iwslt14_de_en(tmp_path / "data")
+    harm(data / "de-en.tgz")
+    message = refusal(
+        capfd, "iwslt14_de_en", "--data", data, "--output", tmp_path / "out", "--other-counts"
+    )
+    assert expected in message and "de-en.tgz" in message
+    assert not (tmp_path / "out").exists()
+    extracted = tmp_path / "out.partial/extracted"
+    assert not [path for path in extracted.glob("*") if path.suffix != ".partial"]
+
+
+def test_a_zip_that_leads_out_and_one_that_is_damaged(tmp_path):
+    path = tmp_path / "some.zip"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("../wiki.test.tokens", "= A =\n")
+    with pytest.raises(ValueError, match="leads out of the archive"):
+        prepare_archives.read_members(path, lambda *_: None)
+    archives.archive(path, {"wiki.test.tokens": "= A =\n" * 1000})
+    content = bytearray(path.read_bytes())
+    content[50] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="expected a whole tar or zip archive"):
+        prepare_archives.read_members(path, lambda name, stream: stream.read())
+
+
+def test_what_is_there_twice(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "wiki.test.tokens").write_text(name)
+    with pytest.raises(ValueError, match="wiki.test.tokens: expected one file, got .*a/wiki"):
+        prepare_archives.gather({"wiki.test.tokens"}, [tmp_path], {}, tmp_path / "extracted")
+    # Copies of one file do no harm, and what is in the folder of its archive goes first.
+    archived = {"b.tgz": ("wiki.",)}
+    found = prepare_archives.gather({"wiki.test.tokens"}, [tmp_path], archived, tmp_path / "x")
+    assert found["wiki.test.tokens"].read_text() == "b"
+    (tmp_path / "b/wiki.test.tokens").write_text("a")
+    prepare_archives.gather({"wiki.test.tokens"}, [tmp_path], {}, tmp_path / "extracted")
+    # A folder unpacked beside its archive is read in place of it.
+    shutil.rmtree(tmp_path / "b")
+    archives.archive(tmp_path / "wiki.zip", {"wiki.test.tokens": "= B =\n", "wiki.x": "x"})
+    wanted = {"wiki.test.tokens", "wiki.x"}
+    found = prepare_archives.gather(wanted, [tmp_path], {"wiki.zip": ("wiki.",)}, tmp_path / "x")
+    assert found["wiki.test.tokens"] == tmp_path / "a/wiki.test.tokens"
+    assert found["wiki.x"].read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["--data", "/no/such"], "--data: expected a folder, a file or an address, got /no/such"),
+        (["--workers", "0"], "--workers: invalid positive int value: '0'"),
+        (["--ratio", "x"], "--ratio: invalid positive float value: 'x'"),
+        (["--dict", "d"], "--dict: expected --pretokenized beside it"),
+        (["--pretokenized", "d", "--data", "e"], "--pretokenized: expected no --data"),
+        (["--pretokenized", "/no/such"], "--pretokenized: expected the file /no/such/train.de"),
+        (["--fast"], "unrecognized arguments: --fast"),
+    ],
+)
+def test_options_that_cannot_be_used(tmp_path, capfd, arguments, expected):
+    message = refusal(capfd, "iwslt14_de_en", *arguments, "--output", tmp_path / "out")
+    assert expected in message
+
+
+# --- The rules, by hand ---
+
+
+@pytest.mark.parametrize(
+    "source, target, kept",
+    [
+        (1, 1, True),
+        (0, 1, False),
+        (1, 0, False),
+        (0, 0, False),
+        (175, 175, True),
+        (176, 175, False),
+        (175, 176, False),
+        (3, 2, True),  # exactly 1.5
+        (2, 3, True),
+        (4, 2, False),
+        (7, 11, False),
+        (150, 101, True),
+    ],
+)
+def test_cleaning(source, target, kept):
+    pair = " ".join("a" * source), " ".join("b" * target)
+    assert prepare_text.is_kept(*pair, longest=175, ratio=1.5) is kept
+
+
+@pytest.mark.parametrize(
+    "line, options, expected",
+    [
+        ("the self-made \"x\" & <b>.", {}, "the self-made &quot; x &quot; &amp; &lt; b &gt; ."),
+        ("It\u2019s", {}, "It \u2019 s"),
+        ("It\u2019s", {"straight": True}, "It &apos; s"),  # as German: English has &apos;s
+        ("a self-made man", {"split_dashes": True}, "a self @-@ made man"),
+        ("\u201eJa\u201c \u2013 so\u00ad", {"normalize": True}, "&quot; Ja &quot; - so"),
+        ("Die Stra\u00dfe, GRO\u00df.", {"lowercase": True}, "die stra\u00dfe , gro\u00df ."),
+        ("drei\u00a0Mann\u3000hoch", {}, "drei Mann hoch"),
+        ("", {}, ""),
+    ],
+)  # fmt: skip
+def test_tokenizing(line, options, expected):
+    assert prepare_text.tokenize(line, "de", **options) == expected
+
+
+def test_tags():
+    text = ["<url>http://x</url>", "<keywords>a</keywords>", "<talkid>1</talkid>"]
+    text += ["<title>A title</title>", "<description>TED: b</description>", "c < d", ""]
+    assert list(prepare_text.without_tags(text)) == ["A title", "TED: b", "c < d", ""]
+
+
+def test_segments():
+    text = ['<refset trglang="de">', "<hl>", '<seg id="1">One &amp; two.</seg>', "</hl>"]
+    text += ['<p><seg id="2"> Three </seg></p>', "<SEG ID=3></SEG>"]
+    assert list(prepare_text.segments(text, "x.sgm")) == ["One &amp; two.", "Three", ""]
+    with pytest.raises(ValueError, match="x.sgm: line 2: expected <seg"):
+        list(prepare_text.segments(["", "<seg id='1'>cut"], "x.sgm"))
+
+
+def test_story():
+    text = (
+        "(CNN) A thing\n\nhappened .\r\n\n@highlight\n\nIt was big\n\n@highlight\n\nSo they say!\n"
+    )
+    assert prepare_text.story(text) == ("(CNN) A thing . happened .", "It was big . So they say!")
+    assert prepare_text.story("@highlight\n\nOnly this") == ("", "Only this .")
+    assert prepare_text.without_sentence_tags("<t> a b . </t> <t> c . </t>") == "a b . c ."
+
+
+def test_bpe_marks_go():
+    assert prepare_text.without_bpe("un@@ ser H@@ aus a@b @@x") == "unser Haus a@b @@x"
+    assert prepare_text.without_bpe("cut@@") == "cut"
+
+
+def test_lines_end_at_line_feeds_only(tmp_path, capsys):
+    # Each of these ends a line for some reader; in a corpus they would move one side.
+    text = "\ufeffa\u2028b\x85c\rd\x0be\x1cf\r\nsecond\n\nlast"
+    expected = ["a b c d e f", "second", "", "last"]
+    (tmp_path / "text").write_bytes(text.encode())
+    (tmp_path / "zipped").write_bytes(gzip.compress(text.encode()))
+    assert list(prepare_text.lines_of(tmp_path / "text")) == expected
+    assert list(prepare_text.lines_of(tmp_path / "zipped")) == expected
+    assert capsys.readouterr().err == ""
+    (tmp_path / "text").write_bytes(b"caf\xe9\nfine\n")
+    assert list(prepare_text.lines_of(tmp_path / "text")) == ["caf\ufffd", "fine"]
+    assert "text: 1 lines held bytes that are not UTF-8" in capsys.readouterr().err
+    (tmp_path / "zipped").write_bytes(gzip.compress(os.urandom(5000))[:3000])
+    with pytest.raises(ValueError, match="zipped: expected a whole gzip file"):
+        list(prepare_text.lines_of(tmp_path / "zipped"))
+
+
+def test_sides_that_do_not_match():
+    assert list(prepare_text.pairs_of("ab", "cd", "xy")) == [("a", "c"), ("b", "d")]
+    with pytest.raises(ValueError, match="as many lines in x as in y, got 2 and 5"):
+        list(prepare_text.pairs_of("ab", "abcde", "xy"))
+    with pytest.raises(ValueError, match="as many lines in x as in y, got 3 and 0"):
+        list(prepare_text.pairs_of("abc", "", "xy"))
+
+
+def test_in_parallel_keeps_the_order_and_reads_little_ahead(monkeypatch):
+    monkeypatch.setattr(prepare_text, "CHUNK", 10)
+    read = 0
+
+    def items():
+        nonlocal read
+        while read < 1000:
+            read += 1
+            yield read
+
+    results = prepare_text.in_parallel(squares, items(), workers=2)
+    assert next(results) == (1, 1)
+    assert read <= 60
+    assert list(results) == [(number, number**2) for number in range(2, 1001)]
+    assert list(prepare_text.in_parallel(squares, range(25), 1)) == [(n, n**2) for n in range(25)]
+
+
+def test_workers_end_with_a_run_that_is_killed():
+    code = """if True:
+        import os, sys, time
+        sys.path.insert(0, "scripts")
+        import prepare_text
+        prepare_text.CHUNK = 1
+        def pids(chunk):
+            time.sleep(0.2)
+            return [os.getpid()]
+        for _, pid in prepare_text.in_parallel(pids, range(1000), 2):
+            print(pid, flush=True)
+    """
+    run = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    workers = {int(run.stdout.readline()) for _ in range(4)}
+    run.kill()
+    run.wait()
+    run.stdout.close()
+    assert len(workers) == 2
+
+    def alive(pid):
+        try:
+            return (Path("/proc") / str(pid) / "stat").read_text().split()[2] != "Z"
+        except OSError:
+            return False
+
+    for _ in range(100):
+        left = list(filter(alive, workers))
+        if not left:
+            break
+        time.sleep(0.1)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def squares(numbers):
+    return [number**2 for number in numbers]
+
+
+# --- The scripts ---
+
+
+@pytest.mark.parametrize("benchmark", archives.MAKE)
+def test_help(benchmark):
+    done = subprocess.run(
+        [ROOT / f"scripts/prepare_{benchmark}.sh", "--data", "x", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.startswith(f"usage: scripts/prepare_{benchmark}.sh")
+    assert "--other-counts" in done.stdout
+    assert ("--pretokenized" in done.stdout) == (benchmark != "wikitext103")
+    # What it says of sizes is what is checked.
+    facts = prepare_benchmark.BENCHMARKS[benchmark]
+    published = {f"{facts.train_lines:,}"}
+    for split, counts in prepare_benchmark.published_lines(facts).items():
+        if split != "train" and counts:
+            published.add(f"{counts[0]:,}")
+    if benchmark == "wmt14_en_fr":
+        published.discard("35,789,000")
+    if benchmark == "cnn_dm":
+        published = {"287,227", "13,368", "11,490"}
+    for number in published:
+        assert number in done.stdout
+
+
+@pytest.mark.slow
+def test_the_script_itself(tmp_path):
+    """From another folder, with relative paths and an address, in two processes."""
+    archives.wikitext103(tmp_path / "host")
+    done = subprocess.run(
+        [
+            ROOT / "scripts/prepare_wikitext103.sh", "--data",
+            f"file://{tmp_path}/host/wikitext-103-v1.zip", "--downloads", "downloads",
+            "--output", "made/wiki", "--workers", "2", "--other-counts",
+        ],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("made/wiki is ready: train 303, valid 15, test 15 lines\n")
+    assert dataset(tmp_path / "made/wiki", "test")[0][1] == "= Verses ="
