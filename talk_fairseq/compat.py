@@ -345,7 +345,7 @@ def older_models_build_from_yaml(original, cfg, task, *args, **kwargs):
     """
     model = fairseq.models.ARCH_MODEL_REGISTRY.get(getattr(cfg, "_name", None))
     if OmegaConf.is_config(cfg) and model and getattr(model, "__dataclass", None) is None:
-        of_task = getattr(task, "cfg", None)
+        of_task = getattr(task, "cfg", None) or getattr(task, "args", None)  # of an older task
         cfg = argparse.Namespace(**OmegaConf.to_container(cfg, resolve=True))
         for name in ("max_source_positions", "max_target_positions", "tokens_per_sample"):
             if not hasattr(cfg, name) and getattr(of_task, name, None) is not None:

@@ -17,6 +17,10 @@ class EncoderAttention(MultiheadAttention):
     ``k n`` to ``k n + k - 1`` belong to sentence n. Without, it is fairseq's.
     """
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.dropout_module.module_name = "MultiheadAttention"  # for --retain-dropout-modules
+
     def forward(
         self,
         query,

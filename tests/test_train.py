@@ -1,0 +1,349 @@
+"""scripts/train.sh and scripts/ablation.sh: what they run, what they refuse, and small runs."""
+
+import gzip
+import importlib.util
+import json
+import re
+import subprocess
+from itertools import islice
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, fairseq
+from omegaconf import OmegaConf
+
+
+def script(name):
+    """scripts/NAME.py as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+train, ablation = script("train"), script("ablation")
+
+
+def planned(*arguments):
+    """The command of a dry run, and its options as a dictionary."""
+    command, environment, _, _ = train.plan(train.parse([*arguments, "--dry-run"]))
+    words = dict(word.removeprefix("++").split("=", 1) for word in command if "=" in word)
+    return SimpleNamespace(command=command, environment=environment, words=words)
+
+
+def refused(*arguments, dry_run=True):
+    with pytest.raises(train.BadInput) as error:
+        train.plan(train.parse([*arguments, *(["--dry-run"] if dry_run else [])]))
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder that passes for binarised data."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/dict.de.txt").write_text("a 1\n")
+    return tmp_path / "bin"
+
+
+# --- Accumulation ---
+
+
+@pytest.mark.parametrize(
+    "name, arguments, steps",
+    [
+        ("iwslt14_de_en/talkconv", "--devices 1", 1),
+        ("iwslt14_de_en/talkconv", "--devices 4 dataset.max_tokens=500", 2),
+        ("wmt16_en_de/talkconv", "--devices 1", 128),
+        ("wmt16_en_de/talkconv", "--devices 8", 16),
+        ("wmt16_en_de/talkconv", "--devices 8 dataset.max_tokens=1792", 32),
+        ("wmt16_en_de/talkconv", "--devices 8 --nodes 4 --rendezvous node1", 4),
+        ("wmt14_en_fr/talkconv", "--devices 2", 128),
+        ("wikitext103/talkconv", "--devices 6", 4),
+        ("wikitext103/talkconv", "--devices 24", 1),
+        ("wmt16_en_de/talkconv", "--cpu", 128),
+        ("wmt16_en_de/talkconv", "--cpu --devices 2", 64),
+    ],
+)
+def test_the_batch_is_the_recipes(name, arguments, steps):
+    plan = planned(name, *arguments.split())
+    assert plan.words["optimization.update_freq"] == f"[{steps}]"
+    # counted otherwise: tokens a step, times steps, times processes
+    config = OmegaConf.load(ROOT / f"configs/{name}.yaml")
+    tokens = int(plan.words.get("dataset.max_tokens", config.dataset.max_tokens))
+    processes = int(plan.words["distributed_training.distributed_world_size"])
+    assert tokens * steps * processes == (
+        config.dataset.max_tokens
+        * config.optimization.update_freq[0]
+        * config.distributed_training.distributed_world_size
+    )
+
+
+def test_devices_that_cannot_share_the_batch():
+    message = refused("wmt16_en_de/talkconv", "--devices", "3")
+    assert "458,752 tokens" in message and "1, 2, 4, 8" in message
+    assert "dataset.max_tokens=2000" in refused("iwslt14_de_en/talkconv", "--devices", "2")
+    # another batch on purpose
+    given = planned("wmt16_en_de/talkconv", "--devices", "3", "optimization.update_freq=[5]")
+    assert given.words["optimization.update_freq"] == "[5]"
+
+
+@pytest.mark.parametrize(
+    "name, found, used",
+    [
+        ("iwslt14_de_en/talkconv", 8, 1),
+        ("wmt16_en_de/talkconv", 8, 8),
+        ("wmt16_en_de/talkconv", 6, 4),
+        ("wikitext103/talkconv", 6, 6),
+    ],
+)
+def test_all_gpus_that_can_share_are_used(monkeypatch, name, found, used):
+    monkeypatch.setattr(train, "gpus", lambda: found)
+    plan = planned(name)
+    assert plan.words["distributed_training.distributed_world_size"] == str(used)
+    assert "common.cpu" not in plan.words and plan.environment.keys() == {"PYTHONWARNINGS"}
+
+
+# --- Devices, nodes, precision ---
+
+
+def test_one_process_needs_no_torchrun(monkeypatch):
+    monkeypatch.setattr(train, "gpus", lambda: 0)
+    plan = planned("iwslt14_de_en/talkconv")
+    assert plan.command[0].endswith("/fairseq-hydra-train")
+    assert plan.words["common.cpu"] == "true" and plan.environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert "distributed_training.distributed_backend" not in plan.words
+
+
+def test_several_gpus_and_nodes():
+    plan = planned("wmt16_en_de/talkconv", "--devices", "4")
+    assert plan.command[0].endswith("/torchrun")
+    assert plan.command[1:4] == ["--standalone", "--nproc-per-node", "4"]
+    plan = planned("wmt16_en_de/talkconv", *"--devices 8 --nodes 2 --rendezvous node1:7".split())
+    torchrun = " ".join(plan.command[1:11])
+    assert torchrun.startswith("--nnodes 2 --rdzv-backend c10d --rdzv-id talkconv")
+    assert "--rdzv-endpoint node1:7 --nproc-per-node 8" in torchrun
+    assert plan.words["distributed_training.distributed_world_size"] == "16"
+    assert "--rendezvous" in refused("wmt16_en_de/talkconv", "--devices", "8", "--nodes", "2")
+
+
+@pytest.mark.parametrize(
+    "arguments, fp16, bf16",
+    [
+        ("--devices 8", None, None),  # the config's
+        ("--devices 8 --precision fp16", "true", "false"),
+        ("--devices 8 --precision bf16", "false", "true"),
+        ("--devices 8 --precision fp32", "false", "false"),
+        ("--cpu", "false", "false"),
+        ("--cpu --precision bf16", "false", "true"),
+    ],
+)
+def test_precision(arguments, fp16, bf16):
+    words = planned("wmt16_en_de/talkconv", *arguments.split()).words
+    assert (words.get("common.fp16"), words.get("common.bf16")) == (fp16, bf16)
+
+
+def test_paths_are_absolute_and_quoted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = planned(
+        *"iwslt14_de_en/talkconv --devices 1 --data d --save-dir a=b/it's".split()
+    ).words
+    assert words["task.data"] == f"{tmp_path}/d"
+    assert words["checkpoint.save_dir"] == words["hydra.run.dir"]
+    assert words["checkpoint.save_dir"] == f"'{tmp_path}/a=b/it\\'s'"
+    assert words["common.tensorboard_logdir"] == f"'{tmp_path}/a=b/it\\'s/tensorboard'"
+    words = planned("iwslt14_de_en/talkconv", "--devices", "1").words
+    assert words["task.data"] == str(ROOT / "data-bin/iwslt14_de_en")
+    assert words["checkpoint.save_dir"] == str(ROOT / "checkpoints/iwslt14_de_en/talkconv")
+
+
+def test_overrides_need_no_quotes_of_hydra():
+    words = planned(
+        "iwslt14_de_en/talkconv", "--devices", "1", "model.decoder_max_left=1,3x5",
+        "+optimization.lr=[0.1]", "model.encoder_layers_to_keep='0,2'", "common.seed=7",
+    ).words  # fmt: skip
+    assert words["model.decoder_max_left"] == "'1,3x5'"
+    assert words["optimization.lr"] == "[0.1]"
+    assert words["model.encoder_layers_to_keep"] == "'0,2'"
+    assert words["common.seed"] == "7"
+
+
+# --- Mistakes ---
+
+
+def test_mistakes(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "gpus", lambda: 2)
+    name = "iwslt14_de_en/talkconv"
+    assert "did you mean iwslt14_de_en/talkconv" in refused("iwslt14_de_en/talkcnv")
+    assert "there are billion_word/" in refused("xyz")
+    assert "at most the 2 GPUs" in refused(name, "--devices", "3", dry_run=False)
+    assert "at least 1, got 0" in refused(name, "--devices", "0")
+    assert "GROUP.KEY=VALUE, got 'dropout=0'" in refused(name, "dropout=0")
+    assert "on the CPU, got fp16" in refused(name, "--cpu", "--precision", "fp16")
+    message = refused(name, "--data", str(tmp_path / "none"), dry_run=False)
+    assert "got none; make it with scripts/prepare_iwslt14_de_en.sh" in message
+    assert "one without dict*.txt" in refused(name, "--data", str(tmp_path), dry_run=False)
+    monkeypatch.setattr(train, "gpus", lambda: 0)
+    assert "add --cpu" in refused(name, "--devices", "2", dry_run=False)
+
+
+def test_a_mistake_is_one_line_and_status_2(capsys):
+    assert train.main(["iwslt14_de_en/talkcnv"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("train.sh: NAME: expected") and error.count("\n") == 1
+
+
+def test_a_folder_of_another_config(folder, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    ran = []
+    monkeypatch.setattr(train.os, "execve", lambda *command: ran.append(command))
+    start = ["--cpu", "--data", str(folder), "--save-dir", str(run)]
+    name = "iwslt14_de_en/talkconv"
+    train.main([name, *start, "model.dropout=0.2"])
+    assert len(ran) == 1 and [path.name for path in run.iterdir()] == ["trained.yaml"]
+    # the same goes on, also for longer and in other steps
+    train.plan(train.parse([name, *start, "model.dropout=0.2"]))
+    longer = ["model.dropout=0.2", "optimization.max_update=9", "dataset.max_tokens=2000"]
+    train.plan(train.parse([name, *start, *longer]))
+    assert "model.dropout 0.2, not 0.3" in refused(name, *start, dry_run=False)
+    other = refused("iwslt14_de_en/talkconv_wide", *start, dry_run=False)
+    assert "choose another folder" in other
+    (run / "trained.yaml").rename(tmp_path / "away")
+    (run / "checkpoint_last.pt").touch()
+    assert "checkpoints of something else" in refused(name, *start, dry_run=False)
+
+
+@pytest.mark.parametrize("name", ["train", "ablation"])
+def test_help(name):
+    shown = subprocess.run(
+        [ROOT / f"scripts/{name}.sh", "--help"], capture_output=True, text=True, check=True
+    )
+    assert f"usage: scripts/{name}.sh" in shown.stdout
+
+
+# --- Small runs ---
+
+
+@pytest.fixture(scope="module")
+def verses(tmp_path_factory):
+    """A small corpus as scripts/prepare_iwslt14_de_en.sh leaves it; its "German" is Spanish."""
+    folder = tmp_path_factory.mktemp("verses")
+    for split, lines in (("train", 120), ("valid", 20)):
+        for language, suffix in (("es", "de"), ("en", "en")):
+            with gzip.open(ROOT / f"data/bible-es-en/{split}.{language}.gz", "rt") as text:
+                (folder / f"{split}.{suffix}").write_text("".join(islice(text, lines)))
+    fairseq(
+        "preprocess", "--source-lang", "de", "--target-lang", "en", "--joined-dictionary",
+        "--trainpref", folder / "train", "--validpref", folder / "valid",
+        "--destdir", folder / "bin", "--nwordssrc", 500,
+    )  # fmt: skip
+    prepared = {"benchmark": "iwslt14_de_en", "target_lang": "en", "subwords": "subword_nmt"}
+    (folder / "bin/prepared.json").write_text(json.dumps(prepared))
+    (folder / "valid.en").rename(folder / "bin/tokenized.valid.en")
+    return folder / "bin"
+
+
+SMALL = (
+    "dataset.max_tokens=400 common.log_interval=1 optimization.lr=[0.005] "
+    "lr_scheduler.warmup_updates=1 model.encoder_embed_dim=32 model.decoder_embed_dim=32 "
+    "model.encoder_ffn_embed_dim=32 model.decoder_ffn_embed_dim=32"
+).split()
+NO_DROPOUT = "model.dropout=0 model.attention_dropout=0 model.offset_dropout=0".split()
+
+
+def run(name, *arguments):
+    """Run scripts/NAME.sh; returns what it printed."""
+    done = subprocess.run(
+        [ROOT / f"scripts/{name}.sh", *map(str, arguments)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_with_twice_the_steps(verses, tmp_path):
+    """And a run goes on with another number of processes; TensorBoard's logs are there."""
+    losses, states = [], []
+    for processes, steps in ((2, 1), (1, 2)):
+        save_dir = tmp_path / str(processes)
+        printed = run(
+            "train", "iwslt14_de_en/talkconv", "--cpu", "--devices", processes, "--data", verses,
+            "--save-dir", save_dir, *SMALL, *NO_DROPOUT, f"optimization.update_freq=[{steps}]",
+            "optimization.max_update=4",
+        )  # fmt: skip
+        lines = [line for line in printed.splitlines() if "num_updates=" in line]
+        losses.append([line.partition(" loss=")[2].split(",")[0] for line in lines])
+        states.append(torch.load(save_dir / "checkpoint_last.pt", weights_only=False))
+        assert list((save_dir / "tensorboard/train_inner").iterdir())
+    assert len(losses[0]) == 4  # logged by one of the two
+    assert [float(loss) for loss in losses[0]] == pytest.approx(
+        [float(loss) for loss in losses[1]], abs=1.1e-3
+    )  # printed to three digits
+    for name, two in states[0]["model"].items():
+        torch.testing.assert_close(two, states[1]["model"][name], rtol=0, atol=1e-4)
+    assert states[0]["optimizer_history"][-1]["num_updates"] == 4
+
+    printed = run(
+        "train", "iwslt14_de_en/talkconv", "--cpu", "--data", verses, "--save-dir", tmp_path / "2",
+        *SMALL, *NO_DROPOUT, "optimization.update_freq=[2]", "optimization.max_update=5",
+    )  # fmt: skip
+    updates = [line for line in printed.splitlines() if "num_updates=" in line]
+    assert len(updates) == 1 and "num_updates=5" in updates[0]
+
+
+@pytest.mark.slow
+def test_ablation_scores_a_row(verses, tmp_path):
+    arguments = [
+        "--cpu", "--data", verses, "--save-dir", tmp_path / "runs", "--results",
+        tmp_path / "ablation.json", "--rows", "ablation_6_four_heads", "--seeds", 3, "--",
+        *SMALL, "optimization.update_freq=[1]", "optimization.max_epoch=1",
+    ]  # fmt: skip
+    printed = run("ablation", *arguments)
+    assert re.search(r"^ablation_6_four_heads +36.65 .* 1$", printed, re.MULTILINE)
+    results = json.loads((tmp_path / "ablation.json").read_text())
+    assert 0 <= results["ablation_6_four_heads"]["seeds"]["3"] < 100
+    config = torch.load(
+        tmp_path / "runs/ablation_6_four_heads/seed_3/checkpoint_last.pt", weights_only=False
+    )["cfg"]
+    assert config["common"]["seed"] == 3
+
+
+def test_ablation_goes_on_and_counts_what_diverged(tmp_path, monkeypatch, capsys):
+    (tmp_path / "prepared.json").write_text("{}")
+    scores = {("ablation_1_one_window", seed): "diverged" for seed in (1, 2)}
+    scores |= {("ablation_2_normalised", 1): 35.0, ("ablation_2_normalised", 2): 36.0}
+    made = []
+
+    def score(row, seed, args):
+        if len(made) == 3:
+            raise ablation.Failed("train.py failed with status 1")
+        made.append((row, seed))
+        return scores[row, seed]
+
+    monkeypatch.setattr(ablation, "score", score)
+    start = ["--data", str(tmp_path), "--results", str(tmp_path / "x/ablation.json")]
+    start += ["--rows", "ablation_1_one_window", "ablation_2_normalised", "--seeds", "1", "2"]
+    assert ablation.main(start) == 1
+    assert "ablation_2_normalised, seed 2: train.py failed" in capsys.readouterr().err
+    made = made[:2]
+    assert ablation.main(start) == 0
+    assert made == [*list(scores)[:2], ("ablation_2_normalised", 2)]
+    results = json.loads((tmp_path / "x/ablation.json").read_text())
+    assert results["ablation_1_one_window"]["mean"] is None
+    assert results["ablation_2_normalised"]["mean"] == 35.5
+    assert results["ablation_2_normalised"]["deviation"] == 0.71
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["ablation_1_one_window", "diverges", "diverged", "2"]
+    assert lines[2].split() == "ablation_2_normalised 35.70 +- .1 35.50 +- 0.71 2".split()
+
+
+def test_ablation_bleu_counts_every_sentence(tmp_path):
+    output = tmp_path / "generate-valid.txt"
+    output.write_text("H-1\t-0.5\te f g h\nD-1\t-0.5\tx\nH-0\t-0.1\ta b c d\n")
+    assert ablation.bleu_of(output, ["a b c d", "e f g h"]) == 100
+    assert ablation.bleu_of(output, ["a b c d", "e f x h"]) < 100
+    with pytest.raises(ablation.Failed, match="3 sentences .* got 2"):
+        ablation.bleu_of(output, ["a b c d", "e f g h", "i"])
