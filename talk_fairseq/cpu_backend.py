@@ -234,27 +234,12 @@ def _forward_kernel(
                 k += 1
             for h in range(h0, h1):
                 lo = (h - h0) * R
-                left, left_next, f_left = t, t, 0.0
-                u = u_left[t, b, h]
-                if u >= t:
-                    left, left_next = 0, 0
-                elif u >= 0:
-                    n = int(u)
-                    f_left = u - n
-                    left, left_next = t - n, t - n - 1
-                else:
-                    f_left = np.nan
+                n, f_left = _split(u_left[t, b, h], t)
+                left, left_next = t - n, t - n - 1
                 right, right_next, f_right = t + 1, t + 1, 0.0
                 if u_right.size > 0:
-                    u = u_right[t, b, h]
-                    if u >= T - 1 - t:
-                        right, right_next = T, T
-                    elif u >= 0:
-                        n = int(u)
-                        f_right = u - n
-                        right, right_next = t + 1 + n, t + 2 + n
-                    else:
-                        f_right = np.nan
+                    n, f_right = _split(u_right[t, b, h], T - 1 - t)
+                    right, right_next = t + 1 + n, t + 2 + n
                 if f_left == 0.0:
                     left_next = left
                 if f_right == 0.0:
@@ -309,38 +294,23 @@ def _backward_kernel(
                 lo = (h - h0) * R
                 g = dout[t, b, h]
 
-                left, f_left = 0, 0.0
-                u = u_left[t, b, h]
-                gradient = 0.0
-                if not u >= 0:
-                    left = t
-                    f_left = gradient = np.nan
-                elif u < t:
-                    n = int(u)
-                    f_left = u - n
-                    left = t - n
-                    if f_left > 0 and begin <= t < end:
-                        gradient = _dot(g, near[(left - 1) & mask, lo : lo + R]) * max_left * scale
+                n, f_left = _split(u_left[t, b, h], t)
+                left = t - n
                 if begin <= t < end:
-                    d_left[t, b, h] = gradient
+                    d_left[t, b, h] = f_left * 0.0  # NaN where it is one
+                    if f_left > 0:
+                        cut = near[(left - 1) & mask, lo : lo + R]
+                        d_left[t, b, h] = _dot(g, cut) * max_left * scale
 
-                right, f_right = T, 0.0
-                if u_right.size == 0:
-                    right = t + 1
-                else:
-                    u = u_right[t, b, h]
-                    gradient = 0.0
-                    if not u >= 0:
-                        f_right = gradient = np.nan
-                        right = t + 1
-                    elif u < T - 1 - t:
-                        n = int(u)
-                        f_right = u - n
-                        right = t + 1 + n
-                        if f_right > 0 and begin <= t < end:
-                            gradient = _dot(g, near[right & mask, lo : lo + R]) * max_right * scale
+                right, f_right = t + 1, 0.0
+                if u_right.size > 0:
+                    n, f_right = _split(u_right[t, b, h], T - 1 - t)
+                    right = t + 1 + n
                     if begin <= t < end:
-                        d_right[t, b, h] = gradient
+                        d_right[t, b, h] = f_right * 0.0
+                        if f_right > 0:
+                            cut = near[right & mask, lo : lo + R]
+                            d_right[t, b, h] = _dot(g, cut) * max_right * scale
 
                 if right + 1 < begin:
                     continue
@@ -393,13 +363,7 @@ def _update_kernel(x, offset, sums, origin, steps, max_left, out, first, last):
                     for r in range(R):
                         now[r] = last_row[r] + row[r]
 
-                u = np.float64(offset[s, b, h]) * max_left
-                n, f = t, 0.0
-                if not u >= 0:
-                    n, f = 0, np.nan
-                elif u < t:
-                    n = int(u)
-                    f = u - n
+                n, f = _split(np.float64(offset[s, b, h]) * max_left, t)
                 target = out[s, b, lo:hi]
                 if n > L - 3:
                     target[:] = np.nan
@@ -429,6 +393,20 @@ def _update_kernel(x, offset, sums, origin, steps, max_left, out, first, last):
                         target[r] = (now[r] + (total[r] - before[r]) + ends) * scale
             if origin.size:
                 origin[slot, b] = b
+
+
+@_jit
+def _split(u, rows):
+    """A reach of `u` tokens as whole rows and the fraction of the next, of the `rows` there are.
+
+    A negative or NaN one is no row and a fraction of NaN.
+    """
+    if u >= rows:
+        return rows, 0.0
+    if u >= 0:
+        n = int(u)
+        return n, u - n
+    return 0, np.nan
 
 
 @_jit
