@@ -42,14 +42,15 @@ class TaLKConvState:
     def reorder(self, new_order):
         """Sequence i is from now on what sequence ``new_order[i]`` was.
 
-        `new_order` is of any length: sequences may be dropped or repeated.
+        `new_order` is of any length: sequences may be dropped or repeated. A number that is no
+        sequence fails as in `torch.index_select`.
         """
         L, columns, C = self.sums.shape
         new_order = new_order.to(self.sums.device)
-        if self.origin is None:
-            self.origin = new_order.int().expand(L, -1).contiguous()
-        else:
-            self.origin = self.origin.index_select(1, new_order)
+        origin = self.origin
+        if origin is None:
+            origin = torch.arange(self.B, dtype=torch.int32, device=self.sums.device).expand(L, -1)
+        self.origin = origin.index_select(1, new_order)
         self.B = new_order.shape[0]
         if self.B > columns:
             self.settle()

@@ -4,6 +4,7 @@ They know nothing of fairseq beyond the call that its Transformer layers make.
 """
 
 import math
+import uuid
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,26 @@ def _check_probability(name, p):
         raise ValueError(f"{name}: expected 0 <= p < 1, got {p}")
 
 
-class TaLKConv(nn.Module):
+class _RetainsDropout(nn.Module):
+    """A module whose dropout stays on in generation where ``--retain-dropout`` says so."""
+
+    retain_dropout = False
+
+    def make_generation_fast_(
+        self, name="", retain_dropout=False, retain_dropout_modules=None, **kwargs
+    ):
+        """What fairseq calls before it generates; modules are names of classes, None for all."""
+        self.retain_dropout = retain_dropout and (
+            retain_dropout_modules is None or type(self).__name__ in retain_dropout_modules
+        )
+
+    @property
+    def drops(self):
+        """Is dropout on?"""
+        return self.training or self.retain_dropout
+
+
+class TaLKConv(_RetainsDropout):
     """Predicts at each time step how far each head looks, and sums over that window.
 
     Offsets are ``dropout(sigmoid(Linear(x)))`` (section 3.1 of the paper), always in float32 or
@@ -62,7 +82,7 @@ class TaLKConv(nn.Module):
         """``(offset_left, offset_right)``, each (T, B, H); the second is None when causal."""
         logits = self.offsets(x)
         offsets = torch.sigmoid(logits if logits.dtype == torch.float64 else logits.float())
-        if self.training:
+        if self.drops:
             offsets = F.dropout(offsets, self.offset_dropout)
         if self.max_right == 0:
             return offsets, None
@@ -83,8 +103,8 @@ class TaLKConv(nn.Module):
             raise ValueError(f"step: expected a causal module, got max_right = {self.max_right}")
         offset_left, _ = self.predict_offsets(x)
         if state is None:
-            # Dropout in training mode scales offsets above 1.
-            reach = math.ceil(self.max_left / (1 - self.offset_dropout * self.training))
+            # Dropout scales offsets above 1.
+            reach = math.ceil(self.max_left / (1 - self.offset_dropout * self.drops))
             state = TaLKConvState(x.shape[1], x.shape[2], reach, x.dtype, x.device)
         out = talk_conv_update_unchecked(x, offset_left, state, self.max_left)
         return out if self.normalize else out * (self.max_left + 1), state
@@ -94,7 +114,7 @@ class TaLKConv(nn.Module):
         return out if self.normalize else out * (self.max_left + self.max_right + 1)
 
 
-class TaLKConvUnit(nn.Module):
+class TaLKConvUnit(_RetainsDropout):
     """The sub-block of figure 2 of the paper, called as fairseq calls a self-attention.
 
     ``Linear(C, 2C) -> GLU -> zero the padding -> TaLKConv -> Linear(C, C)``; without GLU the
@@ -133,6 +153,8 @@ class TaLKConvUnit(nn.Module):
             nn.init.zeros_(linear.bias)
         # fairseq's decoder layers read these of their attention.
         self.num_heads, self.head_dim = heads, channels // heads
+        # As fairseq's modules, a copy of the unit finds the states that the unit has left.
+        self._key = f"{uuid.uuid4()}.TaLKConvUnit"
 
     def forward(
         self,
@@ -150,7 +172,7 @@ class TaLKConvUnit(nn.Module):
         """
         if attn_mask is not None:
             raise ValueError(f"attn_mask: expected None, got {tuple(attn_mask.shape)}")
-        x = F.dropout(query, self.input_dropout) if self.training else query
+        x = F.dropout(query, self.input_dropout) if self.drops else query
         x = self.linear1(x)
         if self.glu:
             x = F.glu(x, dim=-1)
@@ -164,14 +186,11 @@ class TaLKConvUnit(nn.Module):
             self._set_input_buffer(incremental_state, {"state": state})
         return self.linear2(x), None
 
-    def _key(self):
-        return f"TaLKConvUnit.{id(self)}"
-
     def _get_input_buffer(self, incremental_state):
-        return (incremental_state or {}).get(self._key(), {})
+        return (incremental_state or {}).get(self._key, {})
 
     def _set_input_buffer(self, incremental_state, buffer):
-        incremental_state[self._key()] = buffer
+        incremental_state[self._key] = buffer
 
     def reorder_incremental_state(self, incremental_state, new_order):
         """Follow a beam search that keeps, drops or repeats rows of the batch."""

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from talk_fairseq import cpu_backend, cuda_backend
+from talk_fairseq.decoding import TaLKConvState
 from talk_fairseq.reference import talk_conv_reference, talk_conv_update_reference
 
 _BACKENDS = {"cpu": cpu_backend, "cuda": cuda_backend}
@@ -77,13 +78,15 @@ def talk_conv_update(x, offset_left, state, max_left):
         NaN.
 
     Raises:
-        TypeError, ValueError: as :func:`talk_conv`; ValueError for a state of other sequences,
-            channels, device or dtype.
+        TypeError, ValueError: as :func:`talk_conv`; TypeError for a state that is none, ValueError
+            for one of other sequences, channels, device or dtype.
 
     Equivalent to ``talk_conv(xs, offsets, None, max_left, 0)[-S:]`` with `xs` and `offsets` of all
     the steps so far.
     """
     _validate(x, offset_left, None, max_left, 0)
+    if not isinstance(state, TaLKConvState):
+        raise TypeError(f"state: expected a TaLKConvState, got {type(state).__name__}")
     return talk_conv_update_unchecked(x, offset_left, state, max_left)
 
 

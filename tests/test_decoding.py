@@ -203,6 +203,19 @@ def test_bad_arguments():
         talk_conv_update(x, torch.rand(1, 2, 3), TaLKConvState(2, 8, 5), 5)
     with pytest.raises(ValueError, match="reach: expected at least 0 tokens, got -1"):
         TaLKConvState(2, 8, -1)
+    with pytest.raises(TypeError, match="state: expected a TaLKConvState, got NoneType"):
+        talk_conv_update(x, offset, None, 5)
+
+
+@pytest.mark.parametrize("order", [[0, 2], [-1, 0]])
+@pytest.mark.parametrize("later", [False, True])
+def test_orders_of_sequences_that_are_not_there(order, later):
+    state = TaLKConvState(2, 8, 5)
+    if later:
+        state.reorder(torch.tensor([1, 0]))
+    with pytest.raises(RuntimeError, match="index out of range|out of DATA bounds"):
+        state.reorder(torch.tensor(order))
+    assert state.B == 2
 
 
 def test_leaves_that_require_gradients_under_no_grad():

@@ -71,9 +71,11 @@ ORDERS = {  # of 3 sentences with 2 rows each
 }
 
 
+@pytest.mark.parametrize("use_xformers", [False, True])  # fairseq does not use them step by step
 @pytest.mark.parametrize("orders", [*([name] for name in ORDERS), list(ORDERS)], ids=str)
-def test_reorder(orders):
+def test_reorder(orders, use_xformers):
     ours, theirs = attentions()
+    ours.use_xformers = use_xformers
     memory, mask = encoded(7, 3)
     rows = torch.arange(3).repeat_interleave(2)
     state = {}
@@ -81,11 +83,11 @@ def test_reorder(orders):
     for name in orders:
         order, shared = ORDERS[name]
         order = torch.tensor(order) % len(rows)
-        keys = ours._get_input_buffer(state)["prev_key"]
+        keys = ours._get_input_buffer(state)["keys"]
         reorder([ours], state, order)
         rows = rows[order]
         if shared and len(orders) == 1:
-            assert ours._get_input_buffer(state)["prev_key"] is keys
+            assert ours._get_input_buffer(state)["keys"] is keys
         query = torch.randn(1, len(rows), 8)
         out, _ = ours(query, memory, memory, mask, state)
         repeated = memory[:, rows]
@@ -142,12 +144,26 @@ def test_a_search_equals_full_passes(model):
 
 
 def test_weights_only_where_somebody_reads_them(model):
+    """A generator says so; whoever scores references with several models reads them in any case."""
     encoder_out, target = encode(model, [5, 3]), torch.randint(4, 99, (2, 6))
-    assert model.decoder(target, encoder_out=encoder_out)[1]["attn"][0].shape == (2, 6, 5)
-    for need_attn in (True, False):
+    for need_attn in (False, True):
         for layer in model.decoder.layers:
             layer.make_generation_fast_(need_attn=need_attn)
-        attn = model.decoder(target, encoder_out=encoder_out)[1]["attn"][0]
-        assert (attn is not None) == need_attn
-    for layer in model.decoder.layers:
-        layer.need_attn = True
+        assert model.decoder(target, encoder_out=encoder_out)[1]["attn"][0].shape == (2, 6, 5)
+        step = model.decoder(target, encoder_out=encoder_out, incremental_state={})
+        assert (step[1]["attn"][0] is not None) == need_attn
+
+
+@torch.no_grad()
+def test_two_decoders_may_share_an_incremental_state(model):
+    other = build_model(from_flags(*SMALL), task(100)).eval()
+    target, order, state = torch.randint(4, 99, (3, 5)), torch.tensor([2, 0, 1]), {}
+    encoder_outs = [
+        one.encoder.reorder_encoder_out(encode(one, [9, 4, 11]), order) for one in (model, other)
+    ]
+    for step in range(1, 6):
+        for one, encoder_out in zip((model, other), encoder_outs):
+            prefix = target[:, :step]
+            logits, _ = one.decoder(prefix, encoder_out=encoder_out, incremental_state=state)
+            expected, _ = one.decoder(prefix, encoder_out=encoder_out)
+            assert torch.allclose(logits[:, -1], expected[:, -1], rtol=0, atol=1e-5)

@@ -1,5 +1,8 @@
 """TaLKConv and TaLKConvUnit: offsets, padding, and steps that equal a full pass."""
 
+import copy
+import pickle
+
 import oracle
 import pytest
 import torch
@@ -93,6 +96,43 @@ def test_state_follows_a_beam_search():
     rest, _ = unit(x[7:, order], incremental_state=state)
     expected, _ = unit(x[:, order])
     assert torch.allclose(rest, expected[7:], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_continues_what_the_unit_has_begun(copied):
+    unit, state = TaLKConvUnit(8, 2, 5).eval(), {}
+    x = torch.randn(9, 2, 8)
+    expected, _ = unit(x)
+    unit(x[:6], incremental_state=state)
+    other, state = copied((unit, state))
+    out, _ = other(x[6:], incremental_state=state)
+    assert torch.allclose(out, expected[6:], atol=1e-6)
+
+
+@pytest.mark.parametrize("option", ["input_dropout", "offset_dropout"])
+def test_dropout_may_be_retained_in_generation(option):
+    """As fairseq's dropout modules: everywhere, or in classes that are named."""
+    unit = TaLKConvUnit(8, 2, 9, **{option: 0.5}).eval()
+    owner = unit if option == "input_dropout" else unit.conv
+    x = torch.randn(40, 3, 8)
+
+    def decode():
+        state = {}
+        return torch.cat([unit(step, incremental_state=state)[0] for step in x.split(1)])
+
+    for modules, drops in (["FairseqDropout"], False), ([type(owner).__name__], True), (None, True):
+        for module in (unit, unit.conv):
+            module.make_generation_fast_(
+                name="", retain_dropout=True, retain_dropout_modules=modules, need_attn=False
+            )
+        for run in (decode, lambda: unit(x)[0]):
+            first, second = run(), run()
+            assert torch.equal(first, second) != drops
+            assert first.isfinite().all()  # offsets above 1 are within the state's reach
+    for module in (unit, unit.conv):
+        module.make_generation_fast_(name="")
+    assert torch.allclose(decode(), unit(x)[0], atol=1e-6)
 
 
 def test_units_of_one_decoder_keep_their_own_state():

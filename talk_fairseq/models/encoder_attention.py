@@ -5,8 +5,9 @@ their sentence, so nothing of the encoder has to be repeated, copied or reordere
 they share one row of keys and values, and only which rows they are is written down.
 """
 
+import math
+
 import torch
-import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
 
 
@@ -35,7 +36,7 @@ class EncoderAttention(MultiheadAttention):
         need_head_weights=False,
     ):
         """The output (T, k N, C), and the weights (k N, T, S), (H, k N, T, S), or None."""
-        if incremental_state is None or self.use_xformers or before_softmax:
+        if incremental_state is None or before_softmax:
             return super().forward(
                 query, key, value, key_padding_mask, incremental_state, need_weights, static_kv,
                 attn_mask, before_softmax, need_head_weights,
@@ -45,37 +46,32 @@ class EncoderAttention(MultiheadAttention):
         state = self._get_input_buffer(incremental_state)
         if not state:
             S, N, _ = key.shape
+            keys = (self.scaling * self.k_proj(key)).view(S, N, H, R)
+            values = self.v_proj(value).view(S, N, H, R)
+            masked = key_padding_mask is not None and key_padding_mask.any()
             state = {
-                "prev_key": self.k_proj(key).view(S, N, H, R).permute(1, 2, 0, 3).contiguous(),
-                "prev_value": self.v_proj(value).view(S, N, H, R).permute(1, 2, 0, 3).contiguous(),
-                "prev_key_padding_mask": key_padding_mask,
+                # As a product with few queries reads them fastest.
+                "keys": keys.permute(1, 2, 3, 0).contiguous(),
+                "values": values.permute(1, 2, 0, 3).contiguous(),
+                "padding": key_padding_mask.bool() if masked else None,
+                "sentences": _sentences(N, B // N, query.device),
             }
             self._set_input_buffer(incremental_state, state)
-        keys, values = state["prev_key"], state["prev_value"]
-        N, S = keys.shape[0], keys.shape[2]
+        keys, values, padding = state["keys"], state["values"], state["padding"]
+        N, _, _, S = keys.shape
         k = B // N
-        if "sentences" not in state:
-            state["sentences"] = _sentences(N, k, query.device)
-        q = self.q_proj(query).view(T, N, k, H, R).permute(1, 3, 0, 2, 4).reshape(N, H, T * k, R)
-        mask = state.get("prev_key_padding_mask")
-        mask = None if mask is None else ~mask.bool()[:, None, None]
-        dropout = self.dropout_module
-        p = dropout.p if dropout.training or dropout.apply_during_inference else 0.0
-        weights = None
-        if need_weights or need_head_weights:
-            scores = self.scaling * q @ keys.transpose(2, 3)
-            if mask is not None:
-                scores = scores.masked_fill(~mask, float("-inf"))
-            weights = scores.float().softmax(dim=-1)
-            out = F.dropout(weights.type_as(values), p, p > 0) @ values
-            weights = weights.view(N, H, T, k, S).permute(1, 0, 3, 2, 4).reshape(H, B, T, S)
-            weights = weights if need_head_weights else weights.mean(dim=0)
-        else:
-            out = F.scaled_dot_product_attention(
-                q, keys, values, mask, dropout_p=p, scale=self.scaling
-            )
+        q = self.q_proj(query).view(T, N, k, H, R).permute(1, 3, 0, 2, 4)
+        scores = torch.bmm(q.reshape(N * H, T * k, R), keys.view(N * H, R, S))
+        if padding is not None:
+            scores = scores.view(N, H, T * k, S).masked_fill(padding[:, None, None], -math.inf)
+            scores = scores.view(N * H, T * k, S)
+        weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        out = torch.bmm(self.dropout_module(weights.type_as(values)), values.view(N * H, S, R))
         out = out.view(N, H, T, k, R).permute(2, 0, 3, 1, 4).reshape(T, B, C)
-        return self.out_proj(out), weights
+        if not (need_weights or need_head_weights):
+            return self.out_proj(out), None
+        weights = weights.view(N, H, T, k, S).permute(1, 0, 3, 2, 4).reshape(H, B, T, S)
+        return self.out_proj(out), weights if need_head_weights else weights.mean(dim=0)
 
 
 def _sentences(N, k, device):
@@ -89,21 +85,21 @@ def reorder(attentions, incremental_state, new_order):
     Nothing is copied unless a sentence goes, comes or changes place.
     """
     states = [attention._get_input_buffer(incremental_state) for attention in attentions]
-    states = [state for state in states if "sentences" in state]
+    states = [state for state in states if state]
     if not states:
         return
     old = states[0]["sentences"]
     sentences = old.index_select(0, new_order.to(old.device))
     if torch.equal(sentences, old):
         return
-    k = old.numel() // states[0]["prev_key"].shape[0]
+    k = old.numel() // states[0]["keys"].shape[0]
     groups = sentences.view(-1, k) if sentences.numel() % k == 0 else sentences.view(-1, 1)
     if not torch.equal(groups, groups[:, :1].expand_as(groups)):
         groups = sentences.view(-1, 1)
     kept = groups[:, 0]
     for state in states:
-        for name in ("prev_key", "prev_value", "prev_key_padding_mask"):
-            if state.get(name) is not None:
+        for name in ("keys", "values", "padding"):
+            if state[name] is not None:
                 state[name] = state[name].index_select(0, kept)
         state["sentences"] = _sentences(*groups.shape, old.device)
 
@@ -119,9 +115,11 @@ def reorder_encoder_out(encoder_out, new_order):
     return {**encoder_out, "rows": [rows[0].index_select(0, new_order)]}
 
 
-def encoder_out_of_rows(encoder_out, incremental_state):
-    """What layers of EncoderAttention take of `encoder_out`: shared where they can share it."""
-    if encoder_out is None or not encoder_out.get("rows") or incremental_state:
+def encoder_out_of_rows(encoder_out, attentions, incremental_state):
+    """What the layers' `attentions` take of `encoder_out`: shared where they can share it."""
+    if encoder_out is None or not encoder_out.get("rows"):
+        return encoder_out
+    if any(attention._get_input_buffer(incremental_state) for attention in attentions):
         return encoder_out  # a later step: they have their keys already
     (rows,) = encoder_out["rows"]
     N = encoder_out["encoder_out"][0].shape[1]

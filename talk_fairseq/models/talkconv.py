@@ -309,12 +309,25 @@ class TaLKConvDecoderLayer(TransformerDecoderLayerBase):
             xformers_att_config=cfg.encoder.xformers_att_config,
         )
 
-    def forward(self, x, *args, need_attn=False, need_head_weights=False, **kwargs):
+    def forward(
+        self,
+        x,
+        encoder_out=None,
+        encoder_padding_mask=None,
+        incremental_state=None,
+        *args,
+        need_attn=False,
+        need_head_weights=False,
+        **kwargs,
+    ):
         # fairseq's decoder asks its last layer for attention weights even where its generator
         # has said that nobody will read them.
-        wanted = self.need_attn or self.training
+        wanted = self.need_attn or incremental_state is None
         return super().forward(
             x,
+            encoder_out,
+            encoder_padding_mask,
+            incremental_state,
             *args,
             need_attn=need_attn and wanted,
             need_head_weights=need_head_weights and wanted,
@@ -339,18 +352,24 @@ class TaLKConvDecoder(TransformerDecoderBase):
     def extract_features(
         self, prev_output_tokens, encoder_out=None, incremental_state=None, **kwargs
     ):
-        encoder_out = encoder_attention.encoder_out_of_rows(encoder_out, incremental_state)
+        encoder_out = encoder_attention.encoder_out_of_rows(
+            encoder_out, self._encoder_attentions(), incremental_state
+        )
         return super().extract_features(
             prev_output_tokens, encoder_out, incremental_state, **kwargs
         )
 
     def reorder_incremental_state_scripting(self, incremental_state, new_order):
         """As fairseq's, but it need not search all modules, nor copy what hypotheses share."""
-        layers = [layer for layer in self.layers.children() if hasattr(layer, "self_attn")]
-        for layer in layers:
-            layer.self_attn.reorder_incremental_state(incremental_state, new_order)
-        attentions = [layer.encoder_attn for layer in layers if layer.encoder_attn is not None]
-        encoder_attention.reorder(attentions, incremental_state, new_order)
+        for layer in self.layers.children():
+            if hasattr(layer, "self_attn"):  # a BaseLayer has none
+                layer.self_attn.reorder_incremental_state(incremental_state, new_order)
+        encoder_attention.reorder(self._encoder_attentions(), incremental_state, new_order)
+
+    def _encoder_attentions(self):
+        for layer in self.layers.children():
+            if getattr(layer, "encoder_attn", None) is not None:
+                yield layer.encoder_attn
 
     def buffered_future_mask(self, tensor):
         """None: a causal window needs no (T, T) mask."""
