@@ -63,7 +63,7 @@ def average_checkpoints(paths):
     sums, shapes = {}, None
     for path in paths:
         state = model = None  # frees the one before
-        state = read_checkpoint(path)
+        state = read_checkpoint(path, mmap=True)  # the optimizer's state stays on disk
         state.pop("last_optimizer_state", None)
         model = state["model"]
         here = {key: getattr(value, "shape", None) for key, value in model.items()}
@@ -81,8 +81,8 @@ def average_checkpoints(paths):
                 else:
                     sums[key] = value.to(torch.float64, copy=True)
     first = _first_names(model)
-    for key, total in sums.items():
-        mean = total.div_(len(paths)).to(model[key].dtype)
+    for key in list(sums):
+        mean = sums.pop(key).div_(len(paths)).to(model[key].dtype)  # frees the sum
         # Names that shared one tensor, as tied embeddings do, share its average: saved once.
         model[key] = model[first[key]] if torch.equal(model[first[key]], mean) else mean
     return state

@@ -16,7 +16,16 @@ from talk_fairseq import cpu_backend
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--every-row", action="store_true", help="every row of the recipes, an hour")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--every-row"):
+        skip = pytest.mark.skip(reason="one row of each kind; all of them with --every-row")
+        for item in items:
+            if "long" in item.keywords:
+                item.add_marker(skip)
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="no CUDA GPU")
         for item in items:

@@ -42,6 +42,7 @@ from fairseq.models import distributed_fairseq_model
 from fairseq.models.transformer import TransformerModel
 from fairseq.modules import SinusoidalPositionalEmbedding
 from fairseq.modules.dynamic_crf_layer import DynamicCRF
+from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import OmegaConf
 
@@ -285,6 +286,28 @@ def an_arch_in_yaml_is_that_arch(tmp_path):
         assert cfg.model.decoder_layers == 12, f"{cfg.model.decoder_layers} layers"
         assert cfg.model.decoder_embed_dim == (1024 if isinstance(model, str) else 64)
         assert cfg.model.dropout == 0.1  # of the model's dataclass
+
+
+@breaks(r"AssertionError: \[\]")
+def repeated_ngrams_are_blocked(tmp_path):
+    """Whatever padding follows in the buffer, and beside another hypothesis."""
+    for size, written, blocked in (
+        (3, [5, 6, 7, 5, 6], [7]),
+        (3, [5, 6, 7, 5, 6, 8, 5, 6], [7, 8]),
+        (3, [5, 5, 5], [5]),
+        (3, [5, 5], []),
+        (2, [5, 6, 7, 5], [6]),
+        (1, [5, 6], [5, 6]),
+        (4, [5, 6, 7, 5, 6], []),
+    ):
+        tokens = torch.ones(2, 12, dtype=torch.long)  # padding
+        tokens[:, 0] = 2
+        tokens[0, 1 : len(written) + 1] = torch.tensor(written)
+        tokens[1, 1 : len(written) + 1] = torch.arange(10, 10 + len(written))
+        lprobs = NGramRepeatBlock(size)(tokens, torch.zeros(2, 30), 1, 2, len(written))
+        found = lprobs[0].isinf().nonzero().flatten().tolist()
+        assert found == blocked, found
+        assert lprobs[1].isinf().sum() == (len(written) if size == 1 else 0)
 
 
 @breaks("IndexError: index 4[01] is out of bounds for dimension 0 with size 2")

@@ -188,6 +188,7 @@ CNN_DM = (
         "task._name": "talk_summarization",
         "task.truncate_source": True,
         "task.max_source_positions": 400,
+        "task.stepwise_lenpen": True,
     }
 )
 
@@ -470,9 +471,6 @@ def composed(name, *overrides):
         initialize_config_dir(str(CONFIGS / benchmark), version_base="1.1"),
     ):
         cfg = compose(system, overrides=["++task.data=data", *overrides])
-    if cfg.task._name not in tasks.TASK_REGISTRY:
-        assert cfg.task._name == "talk_summarization"  # a translation task
-        cfg.task._name = "translation"
     initialize.add_defaults(cfg)
     return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
 

@@ -1,0 +1,673 @@
+#!/usr/bin/env python3
+"""Score the checkpoints of configs/NAME.yaml; see scripts/evaluate.sh --help."""
+
+import argparse
+import dataclasses
+import html
+import json
+import logging
+import math
+import os
+import re
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import sacrebleu
+import torch
+from average_checkpoints import EPOCHS, UPDATES, average_checkpoints, find_checkpoints, save
+from fairseq.dataclass.configs import EvalLMConfig, GenerationConfig
+from omegaconf import OmegaConf
+from train import CONFIGS, ROOT, BadInput, flat, read_config, with_overrides
+
+import talk_fairseq  # noqa: F401  registers the models and mends fairseq
+from talk_fairseq.compat import read_checkpoint
+from talk_fairseq.rouge import rouge
+from talk_fairseq.rouge import version as rouge_version
+
+DESCRIPTION = """\
+Scores the model of configs/NAME.yaml on the test set of its data: averages checkpoints, generates
+with the row's beam and length penalty, checks that each line of the test set has its hypothesis,
+and prints every score by the name of its tool. A language model gets its perplexity per word, with
+the row's context. The scores, as JSON, and the hypotheses are kept in CHECKPOINTS/evaluation.
+"""
+EXAMPLES = """\
+examples:
+  scripts/evaluate.sh iwslt14_de_en/talkconv checkpoints/iwslt14_de_en/talkconv
+  scripts/evaluate.sh iwslt14_de_en/talkconv released.pt            # a checkpoint, not averaged
+  scripts/evaluate.sh wmt16_en_de/talkconv checkpoints/wmt16_en_de/talkconv --tune
+  scripts/evaluate.sh wmt16_en_de/talkconv checkpoints/wmt16_en_de/talkconv --tune \\
+      --try average=5,10,15 --try generation.lenpen=0.3,0.35,0.4
+  scripts/evaluate.sh cnn_dm/talkconv checkpoints/cnn_dm/talkconv generation.max_len_b=120
+"""
+
+# The score that the papers report of a benchmark; of others, tokenised BLEU or perplexity.
+REPORTED = {
+    "wmt16_en_de": "compound_split_tokenised_bleu",
+    "wmt17_zh_en": "sacrebleu",
+    "cnn_dm": "rouge_lsum",
+}
+TITLES = {
+    "tokenised_bleu": "tokenised BLEU",
+    "compound_split_tokenised_bleu": "compound-split tokenised BLEU",
+    "sacrebleu": "sacreBLEU (detokenised)",
+    "chrf": "chrF (detokenised)",
+    "rouge_1": "ROUGE-1",
+    "rouge_2": "ROUGE-2",
+    "rouge_l": "ROUGE-L",
+    "rouge_lsum": "ROUGE-Lsum",
+    "perplexity": "perplexity per word",
+}
+# What --tune tries, one key after the other; the recipe's own value comes first.
+LENPENS = [0.2, 0.4, 0.6, 0.8, 1, 1.2, 1.4, 1.6, 1.8, 2]
+AVERAGES = [1, 5, 10]
+LENGTHS = [80, 100, 120, 140, 160]
+# What may differ from the recipe in a result of that recipe.
+HARMLESS = {
+    "name",
+    "common.log_interval",
+    "dataset.max_tokens",  # train.sh keeps the batch
+    "dataset.num_workers",
+}
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(
+        prog="scripts/evaluate.sh",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", help="a file of configs/, without .yaml")
+    parser.add_argument(
+        "checkpoints", metavar="CHECKPOINTS", help="the folder of a run, or one checkpoint"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="GROUP.KEY=VALUE", help="options that replace the config's"
+    )
+    parser.add_argument(
+        "--data", help="folder of scripts/prepare_BENCHMARK.sh (default: data-bin/BENCHMARK)"
+    )
+    parser.add_argument("--split", choices=("test", "valid"), default="test", help="what to score")
+    parser.add_argument(
+        "--average", type=int, metavar="N", help="checkpoints to average (default: the config's)"
+    )
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="choose what scores best on the validation set: how many checkpoints are averaged, "
+        "then the length penalty, then the longest summary",
+    )
+    parser.add_argument(
+        "--try",
+        action="append",
+        default=[],
+        dest="candidates",
+        metavar="KEY=V1,V2",
+        help="with --tune: values to try in place of its own, of average, generation.lenpen, …",
+    )
+    parser.add_argument("--cpu", action="store_true", help="use no GPU")
+    parser.add_argument("--output", help="where to write (default: CHECKPOINTS/evaluation)")
+    parser.add_argument("--results", metavar="FILE", help="append the result to this JSON list")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    return parser.parse_intermixed_args(arguments)
+
+
+# --- Scores ---
+
+
+def compound_split(line):
+    """A tokenised line with its compounds in parts, as it was done for the published En-De scores.
+
+    ``a-b`` becomes ``a ##AT##-##AT## b`` from left to right. A character is matched once, so
+    that of ``a-b-c``, whose middle part has one, the second hyphen stays.
+    """
+    return re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line)
+
+
+def score_with(metric, hypotheses, references):
+    """``{"score", "tool"}`` by a metric of sacreBLEU. Raises ValueError if the numbers differ."""
+    if len(hypotheses) != len(references):
+        raise ValueError(
+            f"hypotheses: expected {len(references):,}, one a reference, got {len(hypotheses):,}"
+        )
+    score = metric.corpus_score(hypotheses, [references]).score
+    return {"score": score, "tool": f"sacreBLEU {metric.get_signature()}"}
+
+
+def translation_scores(hypotheses, references, compounds=False):
+    """``{name: {"score", "tool"}}`` of tokenised lines; `compounds` adds the compound-split score.
+
+    The tokens are taken as they stand (``--tokenize none --force`` of sacreBLEU).
+    """
+
+    def bleu():
+        return sacrebleu.metrics.BLEU(tokenize="none", force=True)
+
+    scores = {"tokenised_bleu": score_with(bleu(), hypotheses, references)}
+    if compounds:
+        split = [[compound_split(line) for line in lines] for lines in (hypotheses, references)]
+        scores["compound_split_tokenised_bleu"] = score_with(bleu(), *split)
+    return scores
+
+
+def detokenised_scores(hypotheses, references, lowercase=False):
+    """``{name: {"score", "tool"}}`` of plain text; `lowercase` for models of lower-cased text."""
+    return {
+        "sacrebleu": score_with(
+            sacrebleu.metrics.BLEU(lowercase=lowercase), hypotheses, references
+        ),
+        "chrf": score_with(sacrebleu.metrics.CHRF(lowercase=lowercase), hypotheses, references),
+    }
+
+
+def rouge_scores(hypotheses, references):
+    """``{name: {"score", "tool"}}`` of tokenised summaries, in percent; ``" . "`` ends a sentence.
+
+    Moses's escapes (``&apos;``) are undone, whose letters would count as a word.
+    """
+    texts = [[html.unescape(line) for line in lines] for lines in (hypotheses, references)]
+    tool = f"rouge-score {rouge_version()}, F-measure, stemming, sentences parted by ' . '"
+    scores = rouge(*texts, sentence_separator=" . ")
+    return {name: {"score": score, "tool": tool} for name, score in scores.items()}
+
+
+def detokenise(lines, language):
+    """Moses tokens as plain text."""
+    from sacremoses import MosesDetokenizer
+
+    moses = MosesDetokenizer("en" if language == "target" else language)  # target: of CNN-DM
+    return [moses.detokenize(line.split()) for line in lines]
+
+
+# --- Files ---
+
+
+def read_lines(path):
+    """The lines of a text; only a line feed ends one."""
+    with open(path, encoding="utf-8", newline="\n") as file:
+        return [line.removesuffix("\n") for line in file]
+
+
+def write_lines(path, lines):
+    with open(path, "w", encoding="utf-8", newline="\n") as file:
+        file.writelines(line + "\n" for line in lines)
+
+
+def write_json(path, value):
+    """Write the file as a whole."""
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_text(value + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def append_result(path, result):
+    """Add a line to the JSON list in `path`. Raises ValueError if there is something else."""
+    results = []
+    if path.exists():
+        try:
+            results = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"--results: expected a JSON list in {path}, got {error}") from None
+        if not isinstance(results, list):
+            raise ValueError(f"--results: expected a JSON list in {path}, got something else")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(each, ensure_ascii=False) for each in [*results, result]]
+    write_json(path, "[\n" + ",\n".join(lines) + "\n]")
+
+
+def read_hypotheses(path, count):
+    """The best hypotheses of fairseq-generate's output, in the order of the test set.
+
+    Raises ValueError unless they are those of the lines 0 to `count` - 1.
+    """
+    found = {}
+    for line in read_lines(path):
+        match = re.match(r"H-(\d+)\t[^\t]*\t(.*)", line)
+        if match:
+            found.setdefault(int(match[1]), match[2])
+    if found.keys() != set(range(count)):
+        lost = sorted(set(range(count)) - found.keys())[:3]
+        raise ValueError(
+            f"hypotheses: expected {count:,}, one a line of the test set, got {len(found):,}"
+            + (f"; line {lost[0] + 1} is the first without one" if lost else "")
+        )
+    return [found[number] for number in range(count)]
+
+
+# --- The data and the checkpoints ---
+
+
+def read_prepared(name, data, config):
+    """``prepared.json`` of a data folder. Raises BadInput unless the config is made for it."""
+    benchmark = name.partition("/")[0]
+    path = data / "prepared.json"
+    if not path.exists():
+        raise BadInput(
+            f"--data: expected the folder of scripts/prepare_{benchmark}.sh in {data}, got "
+            f"{'one without prepared.json' if data.is_dir() else 'none'}"
+        )
+    prepared = json.loads(path.read_text(encoding="utf-8"))
+    if prepared["benchmark"] != benchmark:
+        raise BadInput(f"--data: expected {benchmark} in {data}, got {prepared['benchmark']}")
+    for side in ("source_lang", "target_lang"):
+        wanted = config.task.get(side)
+        if wanted is not None and wanted != prepared[side]:
+            raise BadInput(f"--data: expected task.{side} {wanted} in {data}, got {prepared[side]}")
+    return prepared
+
+
+def other_data(prepared):
+    """Which numbers of the data are not the published ones, even roughly."""
+    return [
+        check["what"]
+        for check in prepared.get("checks") or []
+        if check["published"]
+        and not any(abs(check["found"] - number) <= number / 50 for number in check["published"])
+    ]
+
+
+def other_settings(name, config, folder):
+    """``{key: value}`` of what the run in `folder` and `config` do not share with the recipe.
+
+    Raises BadInput if it is the run of another recipe.
+    """
+    recipe = dict(flat(read_config(name)[1]))
+    found = dict(flat(config))
+    record = folder / "trained.yaml"
+    if record.exists():
+        trained = OmegaConf.load(record)
+        if trained.get("name", name) != name:
+            raise BadInput(f"CHECKPOINTS: expected a run of {name}, got one of {trained.name}")
+        # Training sets what is learnt, and evaluation what is generated.
+        of_evaluation = ("generation.", "eval_lm.")
+        found = {key: value for key, value in found.items() if key.startswith(of_evaluation)}
+        found |= {key: value for key, value in flat(trained) if not key.startswith(of_evaluation)}
+    return {
+        key: found.get(key)
+        for key in sorted((recipe.keys() | found.keys()) - HARMLESS)
+        if recipe.get(key) != found.get(key)
+    }
+
+
+def recipe_average(config):
+    """``(how many checkpoints the recipe averages, the pattern of their names)``."""
+    for key, pattern in (("keep_last_epochs", EPOCHS), ("keep_interval_updates", UPDATES)):
+        if config.checkpoint.get(key, -1) > 0:
+            return config.checkpoint[key], pattern
+    return 1, EPOCHS
+
+
+def choose_checkpoints(folder, config, count):
+    """The checkpoints to average: the last `count`; of one, the best on the validation set.
+
+    Raises BadInput if there are not so many.
+    """
+    if count == 1:
+        names = ["checkpoint_best.pt", "checkpoint_last.pt"]
+        if ema(config):
+            names.reverse()
+        paths = [folder / name for name in names if (folder / name).exists()]
+        if not paths:
+            raise BadInput(f"CHECKPOINTS: expected {names[0]} in {folder}, got none")
+        return paths[:1]
+    if ema(config):
+        raise BadInput(
+            f"--average: expected 1 of a row with a moving average of its own, got {count}"
+        )
+    try:
+        return [Path(path) for path in find_checkpoints(folder, recipe_average(config)[1], count)]
+    except ValueError as error:
+        raise BadInput(f"--average: {error}") from None
+
+
+def ema(config):
+    return bool(OmegaConf.select(config, "ema.store_ema"))
+
+
+def check_options(config):
+    """Raise BadInput for options of generation that fairseq has not, and would not miss."""
+    for group, known in (("generation", GenerationConfig), ("eval_lm", EvalLMConfig)):
+        names = [option.name for option in dataclasses.fields(known)]
+        for name in config.get(group) or {}:
+            if name not in names:
+                raise BadInput(f"{group}: expected an option of fairseq, got {name!r}")
+
+
+class Evaluation:
+    """A row with its data and its checkpoints; scores them with any settings, on any split.
+
+    Settings are ``{"average": 10, "generation.lenpen": 0.6, …}``; what they do not name is the
+    config's.
+    """
+
+    def __init__(self, args):
+        self.name, recipe = read_config(args.name)
+        self.overrides = args.overrides
+        self.config = with_overrides(recipe, args.overrides)
+        check_options(self.config)
+        self.benchmark = self.name.partition("/")[0]
+        self.data = Path(args.data or ROOT / "data-bin" / self.benchmark).absolute()
+        self.prepared = read_prepared(self.name, self.data, self.config)
+        self.target = self.prepared["target_lang"]
+        self.checkpoints = Path(args.checkpoints).absolute()
+        if not self.checkpoints.exists():
+            raise BadInput(f"CHECKPOINTS: expected a folder or a file, got {self.checkpoints}")
+        self.folder = self.checkpoints if self.checkpoints.is_dir() else self.checkpoints.parent
+        self.changed = other_settings(self.name, self.config, self.folder)
+        self.output = Path(args.output).absolute() if args.output else self.folder / "evaluation"
+        self.on_cpu = args.cpu or not torch.cuda.is_available()
+        self.reported = (
+            "perplexity" if self.target is None else REPORTED.get(self.benchmark, "tokenised_bleu")
+        )
+        self.generation = {
+            option.name: option.default for option in dataclasses.fields(GenerationConfig)
+        } | dict(self.config.get("generation") or {})
+        self.average = args.average or recipe_average(self.config)[0]
+        if self.checkpoints.is_file():
+            if args.average:
+                raise BadInput("--average: expected the folder of a run with it, got one file")
+            self.average = 1
+        if args.average and args.average != recipe_average(self.config)[0]:
+            self.changed["average"] = args.average
+        self._ready = None  # (average, the file of it)
+
+    # -- The model --
+
+    def paths(self, average):
+        """The checkpoints behind a number of them."""
+        if self.checkpoints.is_file():
+            return [self.checkpoints]
+        return choose_checkpoints(self.folder, self.config, average)
+
+    def model(self, average):
+        """The checkpoint file to score, which is made where it is a mean."""
+        if self._ready and self._ready[0] == average:
+            return self._ready[1]
+        paths = self.paths(average)
+        path = paths[0]
+        if self.checkpoints.is_dir() and (len(paths) > 1 or ema(self.config)):
+            path = self.output / "averaged.pt"
+            state = average_checkpoints(paths)
+            if ema(self.config):
+                if "ema" not in (state.get("extra_state") or {}):
+                    raise BadInput(
+                        f"CHECKPOINTS: expected a moving average in {paths[0]}, got none"
+                    )
+                state["model"] = state["extra_state"]["ema"]
+            save(state, path)
+            del state
+        self._ready = average, path
+        return path
+
+    # -- Scores --
+
+    def score(self, split, settings):
+        """``{name: {"score", "tool"}}`` of a split."""
+        overrides = [f"{key}={value}" for key, value in settings.items() if key != "average"]
+        cfg = composed(self.name, [*self.overrides, *overrides])
+        cfg.task.data = str(self.data)
+        cfg.common_eval.path = str(self.model(settings["average"]))
+        cfg.common.cpu = self.on_cpu
+        cfg.common.fp16 = cfg.common.bf16 = False
+        cfg.common.tensorboard_logdir = None
+        cfg.common.log_format = "tqdm" if sys.stderr.isatty() else "simple"
+        cfg.distributed_training.distributed_world_size = 1
+        cfg.dataset.gen_subset = split
+        cfg.dataset.num_workers = 0
+        if self.target is None:
+            return self.perplexity(cfg, split)
+        return self.generated(cfg, split)
+
+    def lines(self, prefix, split):
+        """The references of a split. Raises BadInput if lines are missing; None: no such file."""
+        path = self.data / f"{prefix}{split}.{self.target or self.prepared['source_lang']}"
+        if not path.exists():
+            return None
+        lines = read_lines(path)
+        if len(lines) != self.prepared["lines"].get(split):
+            raise BadInput(
+                f"--data: expected {self.prepared['lines'].get(split)} lines in {path}, as "
+                f"prepared.json says, got {len(lines)}"
+            )
+        return lines
+
+    def generated(self, cfg, split):
+        """Scores of hypotheses, which are kept beside them."""
+        from fairseq_cli import generate
+
+        tokenised, plain = (self.lines(prefix, split) for prefix in ("tokenized.", ""))
+        if tokenised is None:
+            raise BadInput(f"--data: expected the references of {split} in {self.data}, got none")
+        pieces = self.prepared["subwords"]
+        cfg.common_eval.post_process = None if pieces == "none" else pieces
+        cfg.common_eval.results_path = str(self.output)
+        cfg.scoring = "bleu"  # of fairseq, which is not read
+        generate.main(cfg)
+        hypotheses = read_hypotheses(
+            self.output / f"generate-{split}.txt", self.prepared["lines"][split]
+        )
+        text = hypotheses
+        if self.prepared["tokenizer"] == "moses":
+            text = detokenise(hypotheses, self.target)
+        write_lines(self.output / f"tokenized.{split}.{self.target}", hypotheses)
+        write_lines(self.output / f"{split}.{self.target}", text)
+        if self.benchmark == "cnn_dm":
+            return rouge_scores(hypotheses, tokenised)
+        scores = translation_scores(
+            hypotheses, tokenised, compounds=self.reported == "compound_split_tokenised_bleu"
+        )
+        if plain is not None:
+            scores |= detokenised_scores(text, plain, self.prepared["lowercase"])
+        return scores
+
+    def perplexity(self, cfg, split):
+        """Perplexity per word, every word and end of line of the text scored once."""
+        from fairseq import checkpoint_utils, tasks, utils
+        from fairseq.logging import progress_bar
+        from fairseq.sequence_scorer import SequenceScorer
+
+        text = self.lines("", split)
+        if text is None:
+            raise BadInput(f"--data: expected the text of {split} in {self.data}, got none")
+        words = sum(len(line.split()) + 1 for line in text)
+        context = cfg.eval_lm.context_window
+        cfg.task.tokens_per_sample -= context  # of a block, these are scored
+        task = tasks.setup_task(cfg.task)
+        models, _, task = checkpoint_utils.load_model_ensemble_and_task(
+            [cfg.common_eval.path], task=task
+        )
+        if not self.on_cpu:
+            models[0].cuda()
+        models[0].prepare_for_inference_(cfg)
+        task.load_dataset(split)
+        batches = task.eval_lm_dataloader(
+            task.dataset(split),
+            max_tokens=cfg.dataset.max_tokens,
+            max_positions=utils.resolve_max_positions(models[0].max_positions()),
+            context_window=context,
+        )
+        scorer = SequenceScorer(task.target_dictionary, softmax_batch=1024)  # limits memory
+        loss, count = 0.0, 0
+        for sample in progress_bar.progress_bar(batches, cfg.common.log_format, log_interval=100):
+            sample = sample if self.on_cpu else utils.move_to_cuda(sample)
+            for [hypothesis] in scorer.generate(models, sample):
+                loss -= hypothesis["positional_scores"].double().sum().item()
+                count += hypothesis["positional_scores"].numel()
+        if count != words:
+            raise ValueError(
+                f"tokens: expected {words:,}, the words and ends of line of {split}, got {count:,}"
+            )
+        tool = f"talk-fairseq: {words:,} words, {context} tokens of context"
+        return {"perplexity": {"score": math.exp(loss / words), "tool": tool}}
+
+
+def composed(name, overrides):
+    """The config of `name` with every option of fairseq in it, as fairseq-hydra-train has it."""
+    from fairseq.dataclass import initialize
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+
+    benchmark, system = name.split("/")
+    initialize.hydra_init(system)
+    try:
+        with initialize_config_dir(str(CONFIGS / benchmark), version_base="1.1"):
+            cfg = compose(system, ["++" + override.lstrip("+") for override in overrides])
+    except HydraException as error:
+        raise BadInput(f"overrides: {str(error).partition(chr(10))[0]}") from None
+    initialize.add_defaults(cfg)
+    return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
+
+
+# --- Tuning ---
+
+
+def candidates_of(evaluation, given):
+    """``{key: values}`` to try, in order, the present value of each first.
+
+    `given` are texts ``KEY=V1,V2``. Raises BadInput for what cannot be tried.
+    """
+    keys = {}
+    if evaluation.checkpoints.is_dir() and not ema(evaluation.config):
+        present = evaluation.average
+        keys["average"] = [present, *(n for n in AVERAGES if n != present and fits(evaluation, n))]
+    if evaluation.target is not None:
+        keys["generation.lenpen"] = LENPENS
+    if evaluation.benchmark == "cnn_dm":
+        keys["generation.max_len_b"] = LENGTHS
+    for key in keys.keys() - {"average"}:
+        present = evaluation.generation[key.removeprefix("generation.")]
+        keys[key] = [present, *(value for value in keys[key] if value != present)]
+    for text in given:
+        key, _, values = text.partition("=")
+        known = {f"generation.{name}" for name in evaluation.generation}
+        if key not in keys and key not in known:
+            raise BadInput(f"--try: expected {', '.join(keys)} or generation.KEY, got {key!r}")
+        try:
+            keys[key] = [json.loads(value) for value in values.split(",")]
+        except ValueError:
+            raise BadInput(f"--try: expected {key}=V1,V2 with numbers, got {text!r}") from None
+    if not keys:
+        raise BadInput("--tune: expected several checkpoints to choose from, got one")
+    return keys
+
+
+def fits(evaluation, count):
+    """Whether so many checkpoints are there."""
+    try:
+        return bool(evaluation.paths(count))
+    except BadInput:
+        return False
+
+
+def tune(evaluation, settings, candidates):
+    """``(settings, trials)``: those that score best on the validation set.
+
+    One key after the other is chosen, with the best values so far of the ones before; of equal
+    scores the first stays.
+    """
+    sign = -1 if evaluation.reported == "perplexity" else 1
+    trials, best = [], None
+    for key, values in candidates.items():
+        for value in values:
+            trial = {**settings, key: value}
+            score = next((each["score"] for each in trials if each["settings"] == trial), None)
+            if score is None:
+                scores = evaluation.score("valid", trial)
+                if evaluation.reported not in scores:
+                    raise BadInput("--tune: expected untokenised references of valid, got none")
+                score = scores[evaluation.reported]["score"]
+                trials.append({"settings": trial, "score": score})
+                told = ", ".join(f"{key} {value}" for key, value in trial.items())
+                title = TITLES[evaluation.reported]
+                print(f"validation: {title} {score:.2f} with {told}", file=sys.stderr)
+            if best is None or sign * score > sign * best[0]:
+                best = score, trial
+        settings = best[1]
+    return settings, trials
+
+
+# --- The command ---
+
+
+def evaluate(args):
+    """The result, as it is written to scores.json. Raises BadInput, ValueError or OSError."""
+    evaluation = Evaluation(args)
+    if args.candidates and not args.tune:
+        raise BadInput("--try: expected --tune beside it")
+    settings = {"average": evaluation.average}
+    if args.tune:
+        candidates = candidates_of(evaluation, args.candidates)
+        for key in candidates.keys() - settings.keys():
+            settings[key] = evaluation.generation[key.removeprefix("generation.")]
+        if "valid" not in evaluation.prepared["lines"]:
+            raise BadInput(f"--tune: expected a validation set in {evaluation.data}, got none")
+    else:
+        evaluation.paths(evaluation.average)
+    evaluation.output.mkdir(parents=True, exist_ok=True)
+    written = evaluation.output / "scores.json"
+    written.unlink(missing_ok=True)
+    trials = None
+    if args.tune:
+        settings, trials = tune(evaluation, settings, candidates)
+        evaluation.changed.pop("average", None)
+    scores = evaluation.score(args.split, settings)
+    paths = evaluation.paths(settings["average"])
+    history = read_checkpoint(paths[-1]).get("optimizer_history") or [{}]
+    generation = evaluation.config.get("generation") or {}
+    result = {
+        "name": evaluation.name,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "split": args.split,
+        "lines": evaluation.prepared["lines"][args.split],
+        "checkpoints": [path.name for path in paths],
+        "updates": history[-1].get("num_updates"),
+        "settings": {f"generation.{key}": value for key, value in generation.items()} | settings,
+        "tuned": args.tune,
+        "changed": evaluation.changed,
+        "other_data": other_data(evaluation.prepared),
+        "reported": evaluation.reported,
+        "scores": scores,
+    }
+    if trials:
+        result["trials"] = trials
+    write_json(written, json.dumps(result, indent=2, ensure_ascii=False))
+    if args.results:
+        append_result(Path(args.results), result)
+    return result
+
+
+def table(result):
+    """The scores for a person."""
+    paths = result["checkpoints"]
+    model = paths[0] if len(paths) == 1 else f"mean of {len(paths)}, {paths[0]} to {paths[-1]}"
+    lines = [f"{result['name']} on {result['split']}, {result['lines']:,} lines", f"  {model}"]
+    told = [f"{key.removeprefix('generation.')} {v}" for key, v in result["settings"].items()]
+    lines.append("  " + ", ".join(told) + (" (tuned on validation)" if result["tuned"] else ""))
+    if result["changed"] or result["other_data"]:
+        others = [f"{key} {value}" for key, value in result["changed"].items()]
+        lines.append(f"  not the recipe: {', '.join(others + result['other_data'])}")
+    lines.append("")
+    for name, score in result["scores"].items():
+        lines.append(f"  {TITLES[name]:<32}{score['score']:>8.2f}   {score['tool']}")
+    if "tokenised_bleu" in result["scores"] and "sacrebleu" not in result["scores"]:
+        lines.append("  no detokenised scores: the data has no untokenised references")
+    return "\n".join(lines)
+
+
+def main(arguments=None):
+    args = parse(arguments)
+    # Before fairseq sets up its own logging, which prints a screenful of options.
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    logging.getLogger("fairseq.logging.progress_bar").setLevel(logging.INFO)
+    try:
+        result = evaluate(args)
+    except (BadInput, OSError, ValueError) as error:
+        print(f"evaluate.sh: {error}".replace("\n", " "), file=sys.stderr)
+        return 2
+    print(json.dumps(result, indent=2, ensure_ascii=False) if args.json else table(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

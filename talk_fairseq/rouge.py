@@ -1,0 +1,69 @@
+"""ROUGE by Google's rouge-score, for validation in training and for scripts/score_rouge.py.
+
+It reproduces ROUGE-1.5.5, the Perl program of the papers, but for small differences in how text is
+cut into words: here lower-cased runs of a-z and 0-9. Text in another script scores 0.
+"""
+
+import importlib.metadata
+
+# Our names, which fairseq takes for metrics, and those of rouge-score.
+KINDS = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL", "rouge_lsum": "rougeLsum"}
+
+
+def rouge_sums(hypotheses, references, sentence_separator=None, stemming=True):
+    """The F-measures of the four kinds, each summed over the summaries.
+
+    Args:
+        hypotheses, references: lists of as many summaries. In rouge_lsum, the longest common
+            subsequence is taken by sentences, which newlines part; the other kinds take a summary
+            as one sequence of words.
+        sentence_separator: text that parts sentences beside the newline (default: none does).
+        stemming: compare the stems of words (Porter), as ``-m`` of ROUGE-1.5.5 does.
+
+    Returns:
+        ``{"rouge_1": sum, "rouge_2": …, "rouge_l": …, "rouge_lsum": …}``, each between 0 and the
+        number of summaries.
+
+    Raises:
+        ValueError: if there are not as many references as hypotheses.
+        ImportError: without rouge-score.
+    """
+    if len(hypotheses) != len(references):
+        raise ValueError(
+            f"hypotheses: expected one for each of {len(references)} references, "
+            f"got {len(hypotheses)}"
+        )
+    scorer = _scorer(stemming)
+    sums = dict.fromkeys(KINDS, 0.0)
+    for hypothesis, reference in zip(hypotheses, references):
+        if sentence_separator:
+            hypothesis = hypothesis.replace(sentence_separator, "\n")
+            reference = reference.replace(sentence_separator, "\n")
+        scores = scorer.score(reference, hypothesis)
+        for kind, its_name in KINDS.items():
+            sums[kind] += float(scores[its_name].fmeasure)
+    return sums
+
+
+def rouge(hypotheses, references, sentence_separator=None, stemming=True):
+    """The mean F-measures in percent, as papers print them; see `rouge_sums`.
+
+    Also raises ValueError if there are no summaries.
+    """
+    if not references:
+        raise ValueError("references: expected summaries, got none")
+    sums = rouge_sums(hypotheses, references, sentence_separator, stemming)
+    return {kind: 100 * total / len(references) for kind, total in sums.items()}
+
+
+def version():
+    """The version of rouge-score that is installed."""
+    return importlib.metadata.version("rouge-score")
+
+
+def _scorer(stemming):
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise ImportError("ROUGE needs the package rouge-score: pip install rouge-score") from error
+    return RougeScorer(list(KINDS.values()), use_stemmer=stemming)

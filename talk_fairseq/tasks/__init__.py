@@ -1,0 +1,1 @@
+"""Tasks for fairseq; ``--user-dir talk_fairseq`` registers them."""

@@ -1,0 +1,276 @@
+"""Summaries: fairseq's translation task with long sources cut, and ROUGE in validation.
+
+    fairseq-train DATA --user-dir talk_fairseq --task talk_summarization \\
+        --max-source-positions 400 --eval-rouge --eval-rouge-remove-bpe sentencepiece \\
+        --eval-rouge-args '{"min_len": 55, "max_len_b": 140, "no_repeat_ngram_size": 3}' \\
+        --best-checkpoint-metric rouge_l --maximize-best-checkpoint-metric …
+    fairseq-generate DATA --user-dir talk_fairseq --task talk_summarization --path … \\
+        --min-len 55 --max-len-b 140 --no-repeat-ngram-size 3 --stepwise-lenpen --lenpen 0.9
+
+fairseq-generate takes the task's options from its flags, not from the checkpoint.
+"""
+
+import dataclasses
+import json
+import logging
+from argparse import Namespace
+from dataclasses import dataclass, field
+from typing import Optional  # fairseq does not read `str | None`
+
+import torch
+from fairseq import utils
+from fairseq.dataclass.configs import GenerationConfig
+from fairseq.logging import metrics
+from fairseq.search import BeamSearch
+from fairseq.sequence_generator import SequenceGenerator
+from fairseq.tasks import register_task
+from fairseq.tasks.translation import TranslationConfig, TranslationTask
+
+from talk_fairseq.rouge import KINDS, rouge_sums
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TaLKSummarizationConfig(TranslationConfig):
+    """The options of fairseq's translation task, and these."""
+
+    max_source_positions: int = field(
+        default=400,
+        metadata={"help": "cut sources to this many tokens, the end of sentence included"},
+    )
+    stepwise_lenpen: bool = field(
+        default=False,
+        metadata={
+            "help": "divide scores by ((5 + length) / 6)^lenpen (Wu et al., 2016) at every step "
+            "of the beam search, in place of length^lenpen at the end of each hypothesis"
+        },
+    )
+    eval_rouge: bool = field(
+        default=False, metadata={"help": "score generated summaries by ROUGE in validation"}
+    )
+    eval_rouge_args: str = field(
+        default="{}",
+        metadata={
+            "help": "options of generation for --eval-rouge as JSON, such as "
+            '{"beam": 4, "max_len_b": 140, "no_repeat_ngram_size": 3}'
+        },
+    )
+    eval_rouge_remove_bpe: Optional[str] = field(
+        default=None,
+        metadata={"help": "remove BPE before computing ROUGE", "argparse_const": "@@ "},
+    )
+    eval_rouge_sentence_separator: Optional[str] = field(
+        default=None,
+        metadata={"help": "what parts the sentences of a summary for rouge_lsum, such as ' . '"},
+    )
+    eval_rouge_print_samples: bool = field(
+        default=False, metadata={"help": "print a summary of each batch in validation"}
+    )
+
+
+@register_task("talk_summarization", dataclass=TaLKSummarizationConfig)
+class TaLKSummarizationTask(TranslationTask):
+    """Summarise documents: sources are always cut, see `TaLKSummarizationConfig`.
+
+    With ``eval_rouge``, validation logs rouge_1, rouge_2, rouge_l and rouge_lsum: mean F-measures
+    in percent, with stemming. Raises ValueError for options that cannot work.
+    """
+
+    def __init__(self, cfg, src_dict, tgt_dict):
+        if cfg.max_source_positions < 2:
+            raise ValueError(
+                f"max_source_positions: expected at least 2, got {cfg.max_source_positions}"
+            )
+        self.eval_rouge_options = generation_options(cfg.eval_rouge_args)
+        cfg.truncate_source = True  # fairseq cuts to max_source_positions, and keeps the end
+        super().__init__(cfg, src_dict, tgt_dict)
+
+    def build_dataset_for_inference(self, src_tokens, src_lengths, **kwargs):
+        """A data set of sources without targets (fairseq-interactive), cut as those on disk are."""
+        longest = self.cfg.max_source_positions
+        src_tokens = [
+            tokens
+            if len(tokens) <= longest
+            else torch.cat([tokens[: longest - 1], tokens.new_tensor([self.src_dict.eos()])])
+            for tokens in src_tokens
+        ]
+        src_lengths = [len(tokens) for tokens in src_tokens]
+        return super().build_dataset_for_inference(src_tokens, src_lengths, **kwargs)
+
+    # Generation
+
+    def build_generator(self, models, args, seq_gen_cls=None, extra_gen_cls_kwargs=None, **kwargs):
+        """fairseq's generator, or `StepwiseLengthPenaltyGenerator` with ``stepwise_lenpen``.
+
+        Raises ValueError for options of generation that exclude each other.
+        """
+        longest, shortest = getattr(args, "max_len_b", 200), getattr(args, "min_len", 1)
+        if getattr(args, "max_len_a", 0) == 0 and shortest > longest:
+            raise ValueError(f"min_len: expected at most max_len_b = {longest}, got {shortest}")
+        if self.cfg.stepwise_lenpen:
+            for option in ("unnormalized", "print_alignment"):
+                if getattr(args, option, None):
+                    raise ValueError(f"stepwise_lenpen: expected no {option} beside it")
+            seq_gen_cls = seq_gen_cls or StepwiseLengthPenaltyGenerator
+        return super().build_generator(models, args, seq_gen_cls, extra_gen_cls_kwargs, **kwargs)
+
+    # Validation
+
+    def build_model(self, cfg, from_checkpoint=False):
+        """The model; with ``eval_rouge`` also the generator that validation uses."""
+        model = super().build_model(cfg, from_checkpoint)
+        if self.cfg.eval_rouge:
+            rouge_sums([], [])  # fails here, not after the first epoch, without rouge-score
+            self.rouge_generator = self.build_generator(
+                [model], Namespace(**self.eval_rouge_options)
+            )
+        return model
+
+    def valid_step(self, sample, model, criterion):
+        """Loss and, with ``eval_rouge``, the sums that `reduce_metrics` makes ROUGE of."""
+        loss, sample_size, logging_output = super().valid_step(sample, model, criterion)
+        if self.cfg.eval_rouge:
+            hypotheses, references = self._summarize(sample, model)
+            sums = rouge_sums(hypotheses, references, self.cfg.eval_rouge_sentence_separator)
+            # Numbers that fairseq can add up over batches and processes.
+            logging_output["_rouge_count"] = len(references)
+            logging_output.update((f"_{kind}", total) for kind, total in sums.items())
+        return loss, sample_size, logging_output
+
+    def _summarize(self, sample, model):
+        def text(tokens, unknown):
+            # Else an unknown word of the reference would match one of the hypothesis.
+            return self.tgt_dict.string(
+                tokens.int().cpu(), self.cfg.eval_rouge_remove_bpe, unk_string=unknown
+            )
+
+        generated = self.inference_step(self.rouge_generator, [model], sample)
+        hypotheses = [text(beam[0]["tokens"], "unknowninhypothesis") for beam in generated]
+        references = [
+            text(utils.strip_pad(target, self.tgt_dict.pad()), "unknowninreference")
+            for target in sample["target"]
+        ]
+        if self.cfg.eval_rouge_print_samples:
+            logger.info("example hypothesis: " + hypotheses[0])
+            logger.info("example reference: " + references[0])
+        return hypotheses, references
+
+    def reduce_metrics(self, logging_outputs, criterion):
+        """Log the metrics of some batches, of all processes."""
+        super().reduce_metrics(logging_outputs, criterion)
+        if not any("_rouge_count" in log for log in logging_outputs):
+            return  # training
+        for name in ("_rouge_count", *(f"_{kind}" for kind in KINDS)):
+            metrics.log_scalar(name, float(sum(log.get(name, 0) for log in logging_outputs)))
+        for kind in KINDS:
+            metrics.log_derived(kind, lambda meters, kind=kind: percent(meters, kind))
+
+
+def percent(meters, kind):
+    """The mean of a kind of ROUGE in percent, 0 where there were no summaries."""
+    return round(100 * meters[f"_{kind}"].sum / max(meters["_rouge_count"].sum, 1), 2)
+
+
+def generation_options(text):
+    """The dictionary of ``eval_rouge_args``.
+
+    Raises ValueError unless it is JSON and has only keys of fairseq's group `generation`.
+    """
+    try:
+        options = json.loads(text)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise ValueError(f"eval_rouge_args: expected a JSON object, got {text!r}")
+    known = {option.name for option in dataclasses.fields(GenerationConfig)}
+    for name in options.keys() - known:
+        raise ValueError(f"eval_rouge_args: expected options of generation, got {name!r}")
+    return options
+
+
+# --- The step-wise length penalty ---
+
+
+class WuLengthPenalty(float):
+    """The alpha of Wu et al. (2016): ``length ** penalty`` is ((5 + length) / 6) ** alpha.
+
+    fairseq divides the score of a hypothesis by ``length ** len_penalty``, the end of sentence
+    counted; with this for a number it divides as they do.
+    """
+
+    def __rpow__(self, length):
+        return ((5 + length) / 6) ** float(self)
+
+
+class StepwiseLengthPenaltyBeamSearch(BeamSearch):
+    """Beam search where finished hypotheses stay in the beam, ranked among the unfinished.
+
+    At each step the beam is filled with the best of its finished hypotheses and of all ways to
+    extend the unfinished, by the sum of log-probabilities divided by ``length ** len_penalty``.
+    (In fairseq's own, a hypothesis that ends leaves the beam, and what is left has one length:
+    there a penalty at every step would not change any choice.)
+
+    Attributes:
+        finished: (B, beam) scores of the hypotheses in the beam that have ended, else -inf.
+        lowest: (B,) the lowest score in the beam.
+    """
+
+    def __init__(self, tgt_dict, len_penalty):
+        super().__init__(tgt_dict)
+        self.len_penalty = len_penalty
+
+    def step(self, step, lprobs, scores, prev_output_tokens=None, original_batch_idxs=None):
+        """The candidates as fairseq's BeamSearch gives them, at -inf what fell out of the beam."""
+        B, beam, _ = lprobs.shape
+        scores, tokens, parents = super().step(step, lprobs, scores)
+        normalized = scores / (step + 1) ** self.len_penalty
+        if step == 0:
+            self.finished = normalized.new_full((B, beam), -torch.inf)
+
+        pool = torch.cat([self.finished, normalized], dim=1)
+        best = pool.argsort(dim=1, descending=True, stable=True)[:, :beam]
+        self.lowest = pool.gather(1, best[:, -1:]).squeeze(1)
+        in_beam = torch.zeros_like(pool, dtype=torch.bool).scatter(1, best, True)
+        ended = torch.cat([torch.ones_like(self.finished).bool(), tokens.eq(self.eos)], dim=1)
+        self.finished = pool.masked_fill(~(in_beam & ended), -torch.inf).topk(beam).values
+
+        # What fell out of the beam takes the end for its token, which -inf never finishes: the
+        # decoder goes on computing these rows, and padding would be a hole in them.
+        out = ~in_beam[:, beam:] | normalized.eq(-torch.inf)
+        return scores.masked_fill(out, -torch.inf), tokens.masked_fill(out, self.eos), parents
+
+    def prune_sentences(self, batch_idxs):
+        """Keep only these rows of the batch."""
+        self.finished = self.finished[batch_idxs]
+
+
+class StepwiseLengthPenaltyGenerator(SequenceGenerator):
+    """fairseq's generator with `StepwiseLengthPenaltyBeamSearch`, whose alpha is `len_penalty`.
+
+    A sentence is done when its whole beam is finished, or at the maximum length; its hypotheses
+    are those of the last beam, with the scores of the search. Raises ValueError with a search
+    strategy other than fairseq's BeamSearch.
+    """
+
+    def __init__(self, models, tgt_dict, *, search_strategy, len_penalty, **options):
+        if type(search_strategy) is not BeamSearch:
+            raise ValueError(
+                f"stepwise_lenpen: expected beam search, got {type(search_strategy).__name__}"
+            )
+        len_penalty = WuLengthPenalty(len_penalty)
+        search_strategy = StepwiseLengthPenaltyBeamSearch(tgt_dict, len_penalty)
+        super().__init__(
+            models, tgt_dict, search_strategy=search_strategy, len_penalty=len_penalty, **options
+        )
+
+    def finalize_hypos(
+        self, step, bbsz_idx, eos_scores, tokens, scores, finalized, finished, *rest
+    ):
+        """Take in hypotheses that end here, after those that they push out of the beam are gone."""
+        unfinished = (sentence for sentence, done in enumerate(finished) if not done)
+        for sentence, lowest in zip(unfinished, self.search.lowest):
+            finalized[sentence] = [hypo for hypo in finalized[sentence] if hypo["score"] >= lowest]
+        return super().finalize_hypos(
+            step, bbsz_idx, eos_scores, tokens, scores, finalized, finished, *rest
+        )

@@ -1,0 +1,511 @@
+"""scripts/evaluate.sh: the scores by hand and by the libraries' commands, and tiny models."""
+
+import argparse
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, SMALL_LM, fairseq
+from omegaconf import OmegaConf
+
+pytest.importorskip("fairseq")
+sys.path.insert(0, str(ROOT / "scripts"))
+import evaluate
+from fairseq_cli import generate
+
+SPANISH = ["task.source_lang=es", "task.target_lang=en", "generation.beam=2"]
+EN_DE = "wmt16_en_de/talkconv"
+
+
+def run(capfd, *arguments):
+    """``(status, result or None, the last line of the errors)`` of the command with --json."""
+    capfd.readouterr()
+    status = evaluate.main([*map(str, arguments), "--cpu", "--json"])
+    printed = capfd.readouterr()
+    result = json.loads(printed.out) if status == 0 else None
+    return status, result, (printed.err.splitlines() or [""])[-1]
+
+
+def refusal(capfd, *arguments):
+    status, _, line = run(capfd, *arguments)
+    assert status == 2 and line.startswith("evaluate.sh: ")
+    return line.removeprefix("evaluate.sh: ")
+
+
+def write_prepared(folder, benchmark, source, target, lines, **rest):
+    prepared = {
+        "benchmark": benchmark, "source_lang": source, "target_lang": target, "tokenizer": "none",
+        "lowercase": False, "subwords": "none", "lines": lines, "checks": [], **rest,
+    }  # fmt: skip
+    (folder / "prepared.json").write_text(json.dumps(prepared))
+
+
+@pytest.fixture(scope="module")
+def verses(corpus, tmp_path_factory):
+    """`corpus` as the folder that a prepare script makes; its words pass for tokens."""
+    folder = tmp_path_factory.mktemp("verses")
+    shutil.copytree(corpus, folder, dirs_exist_ok=True)
+    for split in ("valid", "test"):
+        text = corpus.parent / f"{split}.en"
+        shutil.copy(text, folder / text.name)
+        shutil.copy(text, folder / f"tokenized.{text.name}")
+    write_prepared(folder, "wmt16_en_de", "es", "en", {"train": 200, "valid": 50, "test": 43})
+    return folder
+
+
+@pytest.fixture
+def folder_of_a_run(trained, tmp_path):
+    """Three epochs of a run: each parameter of epoch n is n times that of `trained`."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for epoch in (1, 2, 3):
+        state = torch.load(trained, weights_only=True)
+        state["model"] = {
+            key: value * epoch if value.is_floating_point() else value
+            for key, value in state["model"].items()
+        }
+        torch.save(state, folder / f"checkpoint{epoch}.pt")
+    shutil.copy(folder / "checkpoint2.pt", folder / "checkpoint_best.pt")
+    return folder
+
+
+def evaluation(*arguments):
+    return evaluate.Evaluation(evaluate.parse([*map(str, arguments), "--cpu"]))
+
+
+# --- Scores ---
+
+
+@pytest.mark.parametrize(
+    "line, parts",
+    [
+        ("a well-known word", "a well ##AT##-##AT## known word"),
+        ("no hyphen - but a dash", "no hyphen - but a dash"),
+        ("ab-cd-ef", "ab ##AT##-##AT## cd ##AT##-##AT## ef"),
+        ("a-b-c", "a ##AT##-##AT## b-c"),
+        ("a--b", "a ##AT##-##AT## -b"),
+        ("-ab cd-", "-ab cd-"),
+        ("12-jährige &quot;X-Y&quot;", "12 ##AT##-##AT## jährige &quot;X ##AT##-##AT## Y&quot;"),
+        ("a @-@ b", "a @ ##AT##-##AT## @ b"),
+        ("", ""),
+    ],
+)
+def test_compounds_are_split_by_hand(line, parts):
+    assert evaluate.compound_split(line) == parts
+
+
+def by_command(hypotheses, references, *options):
+    """The scores that sacreBLEU's own command prints."""
+    command = [sys.executable, "-m", "sacrebleu", references, "-i", hypotheses, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    return found if isinstance(found, list) else [found]
+
+
+@pytest.fixture
+def texts(verses, tmp_path):
+    """Hypotheses that are right in parts, one of them empty, and references; as lines and files."""
+    references = evaluate.read_lines(verses / "test.en")
+    references = [line.replace(", ", "-").replace(".", " .") for line in references]
+    hypotheses = [" ".join(line.split()[: 3 + n]) for n, line in enumerate(references)]
+    hypotheses[4] = ""
+    paths = tmp_path / "hypotheses", tmp_path / "references"
+    for path, lines in zip(paths, (hypotheses, references)):
+        evaluate.write_lines(path, lines)
+    return (hypotheses, references), paths
+
+
+def same(score, command):
+    """Whether ours is what the command prints: number, tool and signature."""
+    assert round(score["score"], 2) == command["score"] > 1
+    assert score["tool"] == f"sacreBLEU {command['signature']}"
+
+
+def test_scores_are_those_of_sacrebleus_command(texts, tmp_path):
+    lines, paths = texts
+    ours = evaluate.translation_scores(*lines, compounds=True)
+    same(ours["tokenised_bleu"], *by_command_json(paths, "--tokenize", "none", "--force"))
+    split = tmp_path / "split_hypotheses", tmp_path / "split_references"
+    for path, text in zip(split, lines):
+        evaluate.write_lines(path, map(evaluate.compound_split, text))
+    same(ours["compound_split_tokenised_bleu"], *by_command_json(split, "--tokenize", "none"))
+    assert ours["tokenised_bleu"]["score"] != ours["compound_split_tokenised_bleu"]["score"]
+    detokenised = evaluate.detokenised_scores(*lines)
+    bleu, chrf = by_command_json(paths, "-m", "bleu", "chrf")
+    same(detokenised["sacrebleu"], bleu)
+    same(detokenised["chrf"], chrf)
+
+
+def by_command_json(paths, *options):
+    scores = by_command(*paths, *options, "-w", "2", "-f", "json")
+    for score in scores:
+        fields = score["signature"].split("|version:")
+        assert len(fields) == 2
+    return scores
+
+
+def test_lower_cased_models_are_scored_without_case():
+    scores = evaluate.detokenised_scores(["the old man ."], ["The Old Man ."], lowercase=True)
+    assert scores["chrf"]["score"] == pytest.approx(100)
+    assert "case:lc" in scores["sacrebleu"]["tool"]
+
+
+def test_rouge_of_tokenised_summaries_ignores_escapes():
+    scores = evaluate.rouge_scores(["it &apos;s here . gone ."], ["it 's here . gone ."])
+    assert {name: score["score"] for name, score in scores.items()} == dict.fromkeys(
+        ("rouge_1", "rouge_2", "rouge_l", "rouge_lsum"), pytest.approx(100)
+    )
+    # The second sentence comes first: one longest common subsequence, but two by sentences.
+    swapped = evaluate.rouge_scores(["b c . d e f ."], ["d e f . b c ."])
+    assert swapped["rouge_l"]["score"] < swapped["rouge_lsum"]["score"] == pytest.approx(100)
+
+
+def test_moses_tokens_become_plain_text():
+    lines = [
+        "it &apos;s a test , isn &apos;t it ?",
+        "&quot; self @-@ made &quot; &amp; &#91;1&#93;",
+    ]
+    assert evaluate.detokenise(lines, "en") == [
+        "it's a test, isn't it?",
+        '"self-made" & [1]',
+    ]
+
+
+# --- Hypotheses ---
+
+
+def generated(path, numbers):
+    path.write_text(
+        "".join(
+            f"S-{n}\tuno\nT-{n}\tone\nH-{n}\t-0.5\tbest {n}\nH-{n}\t-0.7\tother\nP-{n}\t-1\n"
+            for n in numbers
+        )
+        + "Generate test with beam=5: BLEU4 = 0.00\n"
+    )
+    return path
+
+
+def test_hypotheses_come_in_the_order_of_the_test_set(tmp_path):
+    path = generated(tmp_path / "out", [2, 0, 1])
+    assert evaluate.read_hypotheses(path, 3) == ["best 0", "best 1", "best 2"]
+
+
+@pytest.mark.parametrize("numbers", [[0, 1], [0, 2, 3], [0, 1, 2, 3]])
+def test_other_numbers_of_hypotheses_are_refused(tmp_path, numbers):
+    with pytest.raises(ValueError, match="hypotheses: expected 3, one a line"):
+        evaluate.read_hypotheses(generated(tmp_path / "out", numbers), 3)
+
+
+def test_scores_need_as_many_references_as_hypotheses():
+    with pytest.raises(ValueError, match="hypotheses: expected 2, one a reference, got 1"):
+        evaluate.translation_scores(["a"], ["a", "b"])
+
+
+def test_a_lost_hypothesis_leaves_no_scores(capfd, monkeypatch, verses, trained, tmp_path):
+    def loses_the_last(cfg):
+        generated(tmp_path / f"generate-{cfg.dataset.gen_subset}.txt", range(42))
+
+    monkeypatch.setattr(generate, "main", loses_the_last)
+    (tmp_path / "scores.json").write_text("{}")
+    line = refusal(capfd, EN_DE, trained, "--data", verses, "--output", tmp_path, *SPANISH)
+    assert line == (
+        "hypotheses: expected 43, one a line of the test set, got 42; "
+        "line 43 is the first without one"
+    )
+    assert not (tmp_path / "scores.json").exists()
+
+
+# --- Whole runs ---
+
+
+def test_a_trained_model(capfd, verses, trained, tmp_path):
+    out = tmp_path / "out"
+    arguments = [EN_DE, trained, "--data", verses, "--output", out, *SPANISH]
+    status, result, _ = run(capfd, *arguments, "--results", tmp_path / "results/row.json")
+    assert status == 0
+    assert list(result["scores"]) == [
+        "tokenised_bleu",
+        "compound_split_tokenised_bleu",
+        "sacrebleu",
+        "chrf",
+    ]
+    assert result["lines"] == 43 and result["updates"] == 24
+    assert result["checkpoints"] == ["checkpoint_last.pt"]
+    assert result["settings"]["generation.beam"] == 2
+    assert result["settings"]["generation.lenpen"] == 0.35  # the recipe's
+    assert result["changed"]["generation.beam"] == 2
+    assert result["reported"] == "compound_split_tokenised_bleu"
+    # The hypotheses are kept, one a line, and score the same by hand.
+    bleu, chrf = by_command_json((out / "test.en", verses / "test.en"), "-m", "bleu", "chrf")
+    assert round(result["scores"]["chrf"]["score"], 2) == chrf["score"] > 1
+    assert round(result["scores"]["sacrebleu"]["score"], 2) == bleu["score"]
+    assert json.loads((out / "scores.json").read_text()) == result
+    assert json.loads((tmp_path / "results/row.json").read_text()) == [result]
+    # fairseq's own command translates the same.
+    output = fairseq(
+        "generate", verses, "--path", trained, "--beam", 2, "--lenpen", 0.35, "--max-tokens", 3584,
+        "--left-pad-source", "--cpu",
+    )  # fmt: skip
+    (tmp_path / "fairseq.txt").write_text(output)
+    assert evaluate.read_hypotheses(tmp_path / "fairseq.txt", 43) == evaluate.read_lines(
+        out / "tokenized.test.en"
+    )
+    told = evaluate.table(result)
+    assert "compound-split tokenised BLEU" in told and "|tok:none|" in told
+    assert "not the recipe: generation.beam 2" in told
+
+
+@pytest.fixture(scope="module")
+def lm_verses(corpus, lm_corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lm_verses")
+    shutil.copytree(lm_corpus, folder, dirs_exist_ok=True)
+    for split in ("valid", "test"):
+        shutil.copy(corpus.parent / f"{split}.en", folder / f"{split}.en")
+    write_prepared(folder, "wikitext103", "en", None, {"train": 200, "valid": 50, "test": 43})
+    return folder
+
+
+def test_a_language_model(capfd, lm_verses, trained_lm, tmp_path):
+    arguments = [
+        "wikitext103/talkconv", trained_lm, "--data", lm_verses, "--output", tmp_path,
+        "task.tokens_per_sample=64", "eval_lm.context_window=16",
+    ]  # fmt: skip
+    status, result, _ = run(capfd, *arguments)
+    assert status == 0 and list(result["scores"]) == ["perplexity"]
+    words = sum(len(line.split()) + 1 for line in (lm_verses / "test.en").read_text().splitlines())
+    assert result["scores"]["perplexity"]["tool"] == (
+        f"talk-fairseq: {words:,} words, 16 tokens of context"
+    )
+    output = fairseq(
+        "eval-lm", lm_verses, "--path", trained_lm, *SMALL_LM[:4], "--context-window", 16,
+        "--sample-break-mode", "none", "--max-tokens", 3072, "--cpu",
+    )  # fmt: skip
+    theirs = float(re.search(r"Perplexity: ([\d.]+)", output)[1])
+    assert result["scores"]["perplexity"]["score"] == pytest.approx(theirs, abs=0.006)
+    # A text of other words than those that were scored.
+    other = tmp_path / "other"
+    shutil.copytree(lm_verses, other)
+    text = (other / "test.en").read_text()
+    (other / "test.en").write_text(text.replace(" ", " and ", 1))
+    arguments[3] = other
+    assert refusal(capfd, *arguments) == (
+        f"tokens: expected {words + 1:,}, the words and ends of line of test, got {words:,}"
+    )
+
+
+# --- Checkpoints ---
+
+
+def test_checkpoints_are_averaged(verses, trained, folder_of_a_run):
+    row = evaluation(
+        EN_DE, folder_of_a_run, "--data", verses, "checkpoint.keep_last_epochs=2", *SPANISH
+    )
+    assert row.average == 2
+    row.output.mkdir()
+    mean = torch.load(row.model(2), weights_only=True)["model"]
+    for key, value in torch.load(trained, weights_only=True)["model"].items():
+        if value.is_floating_point():
+            torch.testing.assert_close(mean[key], 2.5 * value)  # of 2 and 3 times it
+    assert [path.name for path in row.paths(2)] == ["checkpoint2.pt", "checkpoint3.pt"]
+    assert row.model(1) == folder_of_a_run / "checkpoint_best.pt"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_many_checkpoints_take_the_memory_of_two(tmp_path):
+    size = 20_000_000  # numbers of a model, which are 80 MB
+    for number in range(4):
+        state = {
+            "model": {f"layer{n}": torch.full((size // 20,), float(number)) for n in range(20)},
+            "args": argparse.Namespace(),
+            "last_optimizer_state": torch.ones(2 * size),
+        }
+        torch.save(state, tmp_path / f"checkpoint{number}.pt")
+    del state
+    script = f"""
+import threading, time, average_checkpoints
+
+def memory():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+def watch():
+    while running:
+        peaks.append(memory())
+        time.sleep(0.001)
+
+before, peaks, running = memory(), [], True
+thread = threading.Thread(target=watch)
+thread.start()
+average_checkpoints.main(["--inputs", "{tmp_path}", "--last-epochs", "4", "--output", "mean.pt"])
+running = False
+thread.join()
+print(max(peaks) - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "scripts"), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    mean = torch.load(tmp_path / "mean.pt", weights_only=True)["model"]["layer7"]
+    assert mean.shape == (size // 20,) and mean.eq(1.5).all()
+    assert int(done.stdout.splitlines()[-1]) < 2.6 * 4 * size
+
+
+def test_a_moving_average_is_scored_in_place_of_the_weights(verses, trained, tmp_path):
+    state = torch.load(trained, weights_only=True)
+    state["extra_state"]["ema"] = {key: value * 0 for key, value in state["model"].items()}
+    torch.save(state, tmp_path / "checkpoint_last.pt")
+    row = evaluation(
+        EN_DE, tmp_path, "--data", verses, "ema.store_ema=true", "checkpoint.keep_last_epochs=1",
+        *SPANISH,
+    )  # fmt: skip
+    row.output.mkdir()
+    averaged = torch.load(row.model(1), weights_only=True)["model"]
+    assert not any(value.any() for value in averaged.values())
+    with pytest.raises(evaluate.BadInput, match="--average: expected 1 of a row with a moving"):
+        row.model(2)
+
+
+def test_too_few_checkpoints_are_refused(capfd, verses, folder_of_a_run):
+    line = refusal(capfd, EN_DE, folder_of_a_run, "--data", verses, *SPANISH)
+    assert line.startswith("--average: expected 10 files like checkpoint") and "got 3" in line
+
+
+def test_what_is_not_of_the_recipe(folder_of_a_run):
+    _, recipe = evaluate.read_config(EN_DE)
+    assert evaluate.other_settings(EN_DE, recipe, folder_of_a_run) == {}
+    trained = OmegaConf.merge(
+        {"name": EN_DE},
+        recipe,
+        {
+            "optimization": {"max_update": 5},
+            "dataset": {"max_tokens": 100},
+            "generation": {"beam": 9},
+        },
+    )
+    OmegaConf.save(trained, folder_of_a_run / "trained.yaml")
+    config = evaluate.with_overrides(recipe, ["generation.lenpen=2", "model.dropout=0.7"])
+    assert evaluate.other_settings(EN_DE, config, folder_of_a_run) == {
+        "generation.lenpen": 2,
+        "optimization.max_update": 5,
+    }
+    with pytest.raises(evaluate.BadInput, match="expected a run of wmt16_en_de/fconv, got one of"):
+        evaluate.other_settings("wmt16_en_de/fconv", recipe, folder_of_a_run)
+
+
+def test_what_is_not_the_published_data():
+    checks = [
+        {"what": "lines of a", "found": 100, "published": [100, 90]},
+        {"what": "pairs to train on", "found": 101, "published": [100]},
+        {"what": "lines of b", "found": 50, "published": [100]},
+        {"what": "lines of c", "found": 7, "published": []},
+    ]
+    assert evaluate.other_data({"checks": checks}) == ["lines of b"]
+
+
+# --- Tuning ---
+
+
+def test_tuning_chooses_on_the_validation_set(capfd, monkeypatch, verses, folder_of_a_run):
+    scored = []
+
+    def score(self, split, settings):
+        scored.append((split, dict(settings)))
+        # On test the best would be others.
+        best = {"valid": (2, 0.8), "test": (1, 2)}[split]
+        value = 30 - abs(settings["average"] - best[0])
+        value -= abs(settings.get("generation.lenpen", 0.35) - best[1])
+        return {"compound_split_tokenised_bleu": {"score": value, "tool": "none"}}
+
+    monkeypatch.setattr(evaluate.Evaluation, "score", score)
+    arguments = [EN_DE, folder_of_a_run, "--data", verses, "--tune", *SPANISH]
+    status, result, _ = run(
+        capfd, *arguments, "--try", "average=3,2,1", "checkpoint.keep_last_epochs=3"
+    )
+    assert status == 0
+    assert result["settings"]["average"] == 2 and result["settings"]["generation.lenpen"] == 0.8
+    assert result["tuned"] and "average" not in result["changed"]
+    assert [split for split, _ in scored].count("test") == 1 and scored[-1][0] == "test"
+    tried = [settings.get("generation.lenpen") for split, settings in scored if split == "valid"]
+    assert tried[:3] == [0.35] * 3 and sorted(tried[3:]) == evaluate.LENPENS
+    assert len(result["trials"]) == len(tried)
+    assert result["checkpoints"] == ["checkpoint2.pt", "checkpoint3.pt"]
+
+
+def test_tuning_looks_for_the_lowest_perplexity(monkeypatch, lm_verses, folder_of_a_run):
+    row = evaluation("wikitext103/talkconv", folder_of_a_run, "--data", lm_verses)
+    monkeypatch.setattr(
+        row,
+        "score",
+        lambda split, settings: {"perplexity": {"score": (settings["average"] - 3) ** 2}},
+    )
+    settings, trials = evaluate.tune(row, {"average": 1}, {"average": [1, 2, 3, 4]})
+    assert settings == {"average": 3} and len(trials) == 4
+
+
+def test_of_equal_scores_the_recipes_stays(monkeypatch, verses, folder_of_a_run):
+    row = evaluation(
+        EN_DE, folder_of_a_run, "--data", verses, "checkpoint.keep_last_epochs=3", *SPANISH
+    )
+    monkeypatch.setattr(row, "score", lambda *_: {row.reported: {"score": math.pi}})
+    candidates = evaluate.candidates_of(row, [])
+    assert candidates["average"] == [3, 1]  # 5 and 10 are not there
+    assert candidates["generation.lenpen"][0] == 0.35
+    settings, _ = evaluate.tune(row, {"average": 3, "generation.lenpen": 0.35}, candidates)
+    assert settings == {"average": 3, "generation.lenpen": 0.35}
+
+
+# --- Bad input ---
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["wmt16_en_de/talkcon"], "NAME: expected a config, got 'wmt16_en_de/talkcon'; did you"),
+        (["iwslt14_de_en/talkconv"], "--data: expected iwslt14_de_en in "),
+        ([EN_DE], "--data: expected task.source_lang en in "),
+        ([EN_DE, "--average", "3", *SPANISH], "--average: expected the folder of a run with it"),
+        (
+            [EN_DE, "--tune", "--try", "beam=1,2", *SPANISH],
+            "--try: expected generation.lenpen or gen",
+        ),
+        ([EN_DE, "--try", "average=1,2", *SPANISH], "--try: expected --tune beside it"),
+        ([EN_DE, *SPANISH, "generation.bem=3"], "generation: expected an option of fairseq, got"),
+        ([EN_DE, *SPANISH, "beam=3"], "overrides: expected GROUP.KEY=VALUE, got 'beam=3'"),
+    ],
+)
+def test_bad_input_is_one_line(capfd, verses, trained, tmp_path, arguments, message):
+    name, *rest = arguments
+    line = refusal(capfd, name, trained, "--data", verses, "--output", tmp_path, *rest)
+    assert line.startswith(message)
+
+
+def test_missing_files_are_named(capfd, verses, trained, tmp_path):
+    line = refusal(capfd, EN_DE, tmp_path / "none", "--data", verses, *SPANISH)
+    assert line.startswith("CHECKPOINTS: expected a folder or a file, got ")
+    line = refusal(capfd, EN_DE, trained, "--data", tmp_path, *SPANISH)
+    assert line.startswith("--data: expected the folder of scripts/prepare_wmt16_en_de.sh in ")
+    short = tmp_path / "short"
+    shutil.copytree(verses, short)
+    (short / "tokenized.test.en").write_text("one line\n")
+    line = refusal(capfd, EN_DE, trained, "--data", short, "--output", tmp_path, *SPANISH)
+    assert line.startswith("--data: expected 43 lines in ") and line.endswith("got 1")
+
+
+def test_results_that_are_no_list_are_left_alone(tmp_path):
+    path = tmp_path / "row.json"
+    path.write_text('{"by": "hand"}')
+    with pytest.raises(ValueError, match="--results: expected a JSON list"):
+        evaluate.append_result(path, {})
+    assert path.read_text() == '{"by": "hand"}'
+    path.unlink()
+    for number in (1, 2):
+        evaluate.append_result(path, {"number": number})
+    assert json.loads(path.read_text()) == [{"number": 1}, {"number": 2}]
+    assert path.read_text().count("\n") == 4  # each result is a line

@@ -1,0 +1,262 @@
+"""scripts/reproduce.sh from a tiny archive to a result, and scripts/results_table.py."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import archives
+import pytest
+from conftest import ROOT
+
+pytest.importorskip("fairseq")
+sys.path.insert(0, str(ROOT / "scripts"))
+import results_table
+
+# --- One command a row ---
+
+NAMES = sorted(
+    str(path.relative_to(ROOT / "configs").with_suffix(""))
+    for benchmark in archives.MAKE
+    for path in (ROOT / "configs" / benchmark).glob("*.yaml")
+)
+# Two epochs of one update each; the windows, layers and criterion stay the row's.
+TWO_UPDATES = ["optimization.max_epoch=2", "optimization.update_freq=[100]"]
+SMALL = {
+    "fconv": {
+        "encoder_embed_dim": 32, "encoder_layers": '"[(32, 3)] * 2"', "decoder_embed_dim": 32,
+        "decoder_layers": '"[(32, 3)] * 2"', "decoder_out_embed_dim": 32,
+    },
+    "wikitext103": {
+        "decoder_embed_dim": 32, "decoder_input_dim": 32, "decoder_output_dim": 32,
+        "decoder_ffn_embed_dim": 64, "decoder_attention_heads": 4,
+        "adaptive_input_cutoff": '"100,300"', "adaptive_softmax_cutoff": '"100,300"',
+    },
+    "others": {
+        "encoder_embed_dim": 32, "encoder_ffn_embed_dim": 64, "encoder_attention_heads": 4,
+        "decoder_embed_dim": 32, "decoder_ffn_embed_dim": 64, "decoder_attention_heads": 4,
+    },
+}  # fmt: skip
+SCORES = {
+    "iwslt14_de_en": {"tokenised_bleu", "sacrebleu", "chrf"},
+    "wmt16_en_de": {"tokenised_bleu", "compound_split_tokenised_bleu", "sacrebleu", "chrf"},
+    "wmt14_en_fr": {"tokenised_bleu", "sacrebleu", "chrf"},
+    "cnn_dm": {"rouge_1", "rouge_2", "rouge_l", "rouge_lsum"},
+    "wikitext103": {"perplexity"},
+}
+
+
+def shrunk(name):
+    """Overrides by which a row trains in seconds."""
+    benchmark, system = name.split("/")
+    kind = next((kind for kind in SMALL if kind in (benchmark, system)), "others")
+    overrides = [f"model.{key}={value}" for key, value in SMALL[kind].items()]
+    if system == "ablation_5_head_a_channel":
+        overrides += ["model.encoder_talk_heads=32", "model.decoder_talk_heads=32"]
+    if benchmark == "wikitext103":
+        overrides += ["task.tokens_per_sample=128", "eval_lm.context_window=64"]
+    else:
+        overrides += ["generation.beam=2", "generation.max_len_a=0", "generation.max_len_b=60"]
+    epochs = 1 if system.endswith("_ema") else 2
+    return [*TWO_UPDATES, *overrides, f"checkpoint.keep_last_epochs={epochs}"]
+
+
+def reproduce(*arguments):
+    """The finished process of the command."""
+    return subprocess.run(
+        [ROOT / "scripts/reproduce.sh", *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
+def refusal(*arguments):
+    done = reproduce(*arguments)
+    assert done.returncode == 2
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A function to a benchmark's options: its archive, made once, and where it is prepared."""
+    folder = tmp_path_factory.mktemp("published")
+
+    def options(benchmark):
+        data = folder / benchmark / "data"
+        if not data.exists():
+            archives.MAKE[benchmark](data)
+        vocabulary = "" if benchmark == "wikitext103" else "--vocabulary 400"
+        return [
+            "--data", data, "--data-bin", folder / benchmark / "bin", "--cpu",
+            "--prepare", f"--other-counts --workers 1 {vocabulary}",
+        ]  # fmt: skip
+
+    return options
+
+
+# One row of each kind of task, unless --every-row is given: the others differ in the model alone.
+FIRST = ("iwslt14_de_en/talkconv", "cnn_dm/talkconv", "wikitext103/talkconv")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FIRST else pytest.mark.long) for name in NAMES]
+)
+def test_from_the_archive_to_a_result(published, tmp_path, name):
+    benchmark = name.partition("/")[0]
+    arguments = [
+        name, *published(benchmark), "--save-dir", tmp_path / "run", "--results",
+        tmp_path / "results.json", *shrunk(name),
+    ]  # fmt: skip
+    done = reproduce(*arguments)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    [result] = json.loads((tmp_path / "results.json").read_text())
+    assert result["name"] == name and result["split"] == "test"
+    assert result["scores"].keys() == SCORES[benchmark]
+    assert result["updates"] == 2
+    assert result["checkpoints"] == (
+        ["checkpoint_last.pt"] if name.endswith("_ema") else ["checkpoint1.pt", "checkpoint2.pt"]
+    )
+    # It never passes for a measurement of the row.
+    assert result["changed"]["optimization.max_epoch"] == 2 and result["other_data"]
+    if not name.endswith("/talkconv"):
+        return
+    # Run again, nothing is left to do.
+    again = reproduce(*arguments)
+    assert again.returncode == 0
+    assert "train: done before" in again.stdout and "evaluate: done before" in again.stdout
+    assert len(json.loads((tmp_path / "results.json").read_text())) == 1
+
+
+def test_bad_input_is_one_line_before_anything_is_made(tmp_path):
+    here = ["--data-bin", tmp_path / "bin", "--save-dir", tmp_path / "run"]
+    assert refusal(*here).startswith("reproduce.sh: NAME: expected a config such as")
+    assert "did you mean" in refusal("iwslt14_de_en/talkcon", *here)
+    name = "iwslt14_de_en/talkconv"
+    assert refusal(name, *here).startswith("reproduce.sh: --data: expected the published data")
+    assert refusal(name, *here, "--data") == "reproduce.sh: --data: expected a value (see --help)"
+    assert refusal(name, *here, "--dta", "x") == "reproduce.sh: --dta: no such option (see --help)"
+    assert refusal(name, "twice", *here).startswith("reproduce.sh: NAME: expected one, got")
+    assert "there is no script for wmt17_zh_en" in refusal("wmt17_zh_en/talkconv", *here)
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_says_what_there_is():
+    done = reproduce("--help")
+    assert done.returncode == 0 and "--data PATH|URL" in done.stdout
+
+
+# --- The tables ---
+
+
+def result(name, scores, date="2020-01-01", **rest):
+    return {
+        "name": name, "date": date, "split": "test", "changed": {}, "other_data": [],
+        "scores": {key: {"score": value, "tool": ""} for key, value in scores.items()}, **rest,
+    }  # fmt: skip
+
+
+def write(folder, name, value):
+    path = folder / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+def cells(text):
+    """``{(number of the table, what the row is called): [cell, …]}``"""
+    found, number = {}, None
+    for line in text.splitlines():
+        if title := re.match(r"\*\*Table (\d)", line):
+            number = int(title[1])
+        elif line.startswith("| "):
+            label, *rest = (cell.strip() for cell in line.strip("|").split("|"))
+            found[number, label] = rest
+    return found
+
+
+PAPER = {
+    (2, "ConvS2S"): ["25.2", "40.5"],
+    (2, "Transformer big"): ["28.4 (29.3)", "41.0 (43.2)"],
+    (2, "LightConv"): ["28.9", "43.1"],
+    (2, "DynamicConv"): ["29.7", "43.2"],
+    (2, "TaLK"): ["29.6", "43.2"],
+    (3, "Transformer"): ["34.4"],
+    (3, "LightConv"): ["34.8"],
+    (3, "DynamicConv"): ["35.2"],
+    (3, "TaLK"): ["35.5"],
+    (4, "Self-attention"): ["39.26/15.98/36.35"],
+    (4, "LightConv"): ["39.52/15.97/36.51"],
+    (4, "DynamicConv"): ["39.84/16.25/36.73"],
+    (4, "TaLK standard"): ["40.03/18.45/36.13"],
+    (4, "TaLK deep"): ["40.59/18.97/36.81"],
+    (5, "Adaptive inputs (Transformer)"): ["20.5"],
+    (5, "DynamicConv"): ["25.0"],
+    (5, "TaLK"): ["23.3"],
+    (7, "One window of 1, no normalisation"): ["diverges"],
+    (7, "+ output normalisation"): ["35.70 +- .1"],
+    (7, "+ windows 1,3,7,15x4"): ["36.23 +- .1"],
+    (7, "+ offset dropout"): ["36.37 +- .05"],
+    (7, "+ one head a channel (H=512)"): ["36.51 +- .07"],
+    (7, "H=4"): ["36.65 +- .05"],
+    (7, "ReLU in place of Swish"): ["36.21 +- .05"],
+}
+
+
+def test_without_results_the_tables_hold_the_papers_scores(tmp_path):
+    found = cells(results_table.tables(tmp_path))
+    assert {key: row[::2] for key, row in found.items() if key in PAPER} == PAPER
+    rows = [row for (_, label), row in found.items() if label and not label.startswith("---")]
+    assert len(rows) == len(PAPER)
+    assert {cell for row in rows for cell in row[1::2]} == {"not yet measured"}
+
+
+def test_results_stand_beside_the_papers_scores(tmp_path):
+    en_de = {"tokenised_bleu": 28.1, "compound_split_tokenised_bleu": 28.7}
+    write(tmp_path, "wmt16_en_de/talkconv", [result("wmt16_en_de/talkconv", en_de)])
+    rouge = {"rouge_1": 40.1, "rouge_2": 18.2, "rouge_l": 30.3, "rouge_lsum": 36.4}
+    write(tmp_path, "cnn_dm/talkconv_deep", [result("cnn_dm/talkconv_deep", rouge)])
+    first = result("wikitext103/talkconv", {"perplexity": 24.5})
+    last = result("wikitext103/talkconv", {"perplexity": 23.456}, "2020-01-02")
+    write(tmp_path, "wikitext103/talkconv", [first, last])
+    seeds = {"1": 36.2, "2": 36.26}
+    ablation = {
+        "ablation_1_one_window": {
+            "seeds": {"1": "diverged"}, "mean": None, "deviation": None, "diverged": 1,
+        },
+        "ablation_3_windows": {"seeds": seeds, "mean": 36.23, "deviation": 0.04, "diverged": 0},
+    }  # fmt: skip
+    write(tmp_path, "iwslt14_de_en/ablation", ablation)
+    found = cells(results_table.tables(tmp_path))
+    assert found[2, "TaLK"] == ["29.6", "28.70", "43.2", "not yet measured"]
+    assert found[4, "TaLK deep"][1] == "40.10/18.20/36.40"
+    assert found[5, "TaLK"][1] == "23.46"
+    assert found[7, "One window of 1, no normalisation"][1] == "diverges (1 seed)"
+    assert found[7, "+ windows 1,3,7,15x4"][1] == "36.23 +- 0.04 (2 seeds)"
+
+
+def test_results_of_other_settings_are_listed_and_not_in_the_tables(tmp_path):
+    name = "iwslt14_de_en/talkconv"
+    score = {"tokenised_bleu": 35.0}
+    others = [
+        result(name, score, "2020-01-01", changed={"optimization.max_update": 2}),
+        result(name, score, "2020-01-02", other_data=["lines of a"]),
+        result(name, score, "2020-01-03", split="valid"),
+    ]
+    write(tmp_path, name, others)
+    text = results_table.tables(tmp_path)
+    assert cells(text)[3, "TaLK"] == ["35.5", "not yet measured"]
+    assert "- iwslt14_de_en/talkconv, 2020-01-01: optimization.max_update" in text
+    assert "2020-01-02: lines of a" in text and "2020-01-03: scored on valid" in text
+    write(tmp_path, name, [result(name, {"tokenised_bleu": 35.25}), *others])
+    assert cells(results_table.tables(tmp_path))[3, "TaLK"] == ["35.5", "35.25"]
+
+
+def test_results_that_cannot_be_read_are_named(tmp_path, capsys):
+    (tmp_path / "wmt16_en_de").mkdir()
+    (tmp_path / "wmt16_en_de/talkconv.json").write_text("[{")
+    assert results_table.main(["--results", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("results_table.py: ") and "talkconv.json: expected JSON" in error
