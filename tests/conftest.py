@@ -17,12 +17,12 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--every-row", action="store_true", help="every row of the recipes, an hour")
+    parser.addoption("--long", action="store_true", help="also every row of the recipes: an hour")
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--every-row"):
-        skip = pytest.mark.skip(reason="one row of each kind; all of them with --every-row")
+    if not config.getoption("--long"):
+        skip = pytest.mark.skip(reason="runs with --long")
         for item in items:
             if "long" in item.keywords:
                 item.add_marker(skip)

@@ -88,7 +88,7 @@ def test_outputs(name, folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [512, 1024])
+@pytest.mark.parametrize("size", [512, pytest.param(1024, marks=pytest.mark.long)])
 def test_outputs_at_the_published_sizes(size, folder, tmp_path):
     iwslt = size == 512
     changes = {"share_all_embeddings": not iwslt, "share_decoder_input_output_embed": not iwslt}

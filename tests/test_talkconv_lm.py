@@ -644,7 +644,7 @@ def test_hydra_train_from_yaml(lm_corpus, test_tokens, tmp_path, caplog):
     assert tokens == len(test_tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wiki103_needs_no_flags_but_the_arch(lm_corpus, tmp_path):
     """At its own size, on a dictionary that reaches its cutoffs; one update of a few tokens."""
     words = (lm_corpus / "dict.txt").read_text()
