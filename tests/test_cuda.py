@@ -1,12 +1,13 @@
 """What only a GPU can show: streams, graphs, devices, memory, sizes beyond 2^31 elements.
 
-That the kernels are right on a GPU is in test_operator.py, with the other backends. Under
-compute-sanitizer, one tool at a time:
+That the kernels are right on a GPU is in test_operator.py and test_decoding.py, with the other
+backends. Under compute-sanitizer, one tool at a time:
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \\
         python -m pytest tests/test_operator.py -k 'cuda and oracle'
 
-and likewise with ``--tool racecheck`` and ``--tool initcheck``.
+and likewise with ``--tool racecheck`` and ``--tool initcheck``, and on ``tests/test_decoding.py -k
+cuda``.
 """
 
 import statistics
