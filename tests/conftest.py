@@ -93,9 +93,13 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="session")
 def trained(corpus, tmp_path_factory):
     """The checkpoint of a small model after two dozen updates."""
-    folder = tmp_path_factory.mktemp("trained")
+    return train_a_little(tmp_path_factory.mktemp("trained"), corpus, SMALL, max_tokens=2000)
+
+
+def train_a_little(folder, corpus, model, max_tokens):
+    """The last checkpoint of two dozen updates, in `folder`."""
     fairseq(
-        "train", corpus, *SMALL, "--optimizer", "adam", "--lr", 0.01, "--max-tokens", 2000,
+        "train", corpus, *model, "--optimizer", "adam", "--lr", 0.01, "--max-tokens", max_tokens,
         "--max-update", 24, "--save-dir", folder, "--no-epoch-checkpoints", "--log-format", "none",
     )  # fmt: skip
     return folder / "checkpoint_last.pt"
@@ -122,8 +126,4 @@ def lm_corpus(corpus, tmp_path_factory):
 def trained_lm(lm_corpus, tmp_path_factory):
     """The checkpoint of a small language model after two dozen updates."""
     folder = tmp_path_factory.mktemp("trained_lm")
-    fairseq(
-        "train", lm_corpus, *SMALL_LM, "--optimizer", "adam", "--lr", 0.01, "--max-tokens", 1000,
-        "--max-update", 24, "--save-dir", folder, "--no-epoch-checkpoints", "--log-format", "none",
-    )  # fmt: skip
-    return folder / "checkpoint_last.pt"
+    return train_a_little(folder, lm_corpus, SMALL_LM, max_tokens=1000)

@@ -1,57 +1,26 @@
 """scripts/quickstart.sh from end to end on a few verses, and what it refuses."""
 
 import fcntl
-import gzip
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from itertools import islice
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
+from quickstart_runs import TEST_VERSES, QuickStart, write_verses
 
 pytest.importorskip("fairseq")
 
-ROOT = Path(__file__).resolve().parents[1]
-TEST_VERSES = 11
+_script = QuickStart("quickstart.sh", timeout=600)
+command, quickstart, refusal = _script.command, _script.run, _script.refusal
 
 
 @pytest.fixture
 def verses(tmp_path):
-    """A folder with a corpus of a few verses; one file of it is compressed."""
-    folder = tmp_path / "verses"
-    folder.mkdir()
-    for split, lines in (("train", 150), ("valid", 10), ("test", TEST_VERSES)):
-        for language in ("es", "en"):
-            with gzip.open(ROOT / f"data/bible-es-en/{split}.{language}.gz", "rt") as text:
-                (folder / f"{split}.{language}").write_text("".join(islice(text, lines)))
-    text = (folder / "train.en").read_bytes()
-    (folder / "train.en.gz").write_bytes(gzip.compress(text))
-    (folder / "train.en").unlink()
-    return folder
-
-
-def command(*arguments):
-    return [str(ROOT / "scripts/quickstart.sh"), "--cpu", *map(str, arguments)]
-
-
-def quickstart(*arguments, cwd=None):
-    """What a run that must succeed printed."""
-    done = subprocess.run(command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
-def refusal(*arguments):
-    """The one line with which a run stops that must not start."""
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
+    return write_verses(tmp_path / "verses", ("es", "en"))
 
 
 def files(folder):

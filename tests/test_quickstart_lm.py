@@ -2,60 +2,32 @@
 
 import argparse
 import fcntl
-import gzip
 import json
 import re
 import runpy
-import subprocess
-from itertools import islice
 
 import pytest
 import torch
 from conftest import ROOT
+from quickstart_runs import TEST_VERSES, QuickStart, write_verses
 
 pytest.importorskip("fairseq")
 
-TEST_VERSES = 11
 MODELS = ("unigram", "transformer_lm", "talkconv_lm")
 compare = argparse.Namespace(**runpy.run_path(str(ROOT / "scripts/compare_language_models.py")))
 prepare = argparse.Namespace(**runpy.run_path(str(ROOT / "scripts/prepare_corpus.py")))
 
 
+_script = QuickStart("quickstart_lm.sh", timeout=900)
+command, quickstart, refusal = _script.command, _script.run, _script.refusal
+
+
 @pytest.fixture
 def verses(tmp_path):
-    """A folder with a few English verses; one file of it is compressed."""
-    folder = tmp_path / "verses"
-    folder.mkdir()
-    for split, lines in (("train", 150), ("valid", 10), ("test", TEST_VERSES)):
-        with gzip.open(ROOT / f"data/bible-es-en/{split}.en.gz", "rt") as text:
-            (folder / f"{split}.en").write_text("".join(islice(text, lines)))
-    text = (folder / "train.en").read_bytes()
-    (folder / "train.en.gz").write_bytes(gzip.compress(text))
-    (folder / "train.en").unlink()
-    return folder
+    return write_verses(tmp_path / "verses", ("en",))
 
 
 # --- The script ---
-
-
-def command(*arguments):
-    return [str(ROOT / "scripts/quickstart_lm.sh"), "--cpu", *map(str, arguments)]
-
-
-def quickstart(*arguments, cwd=None):
-    """What a run that must succeed printed."""
-    done = subprocess.run(command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
-def refusal(*arguments):
-    """The one line with which a run stops that must not start."""
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
 
 
 def stages(printed):
