@@ -10,18 +10,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import sacrebleu
-from omegaconf import OmegaConf
+from train import CONFIGS, ROOT, BadInput, check_options, read_config, with_overrides
 
-ROOT = Path(__file__).resolve().parents[1]
-CONFIGS = ROOT / "configs"
 BENCHMARK = "iwslt14_de_en"
 
 DESCRIPTION = """\
 Trains the rows of Table 7 (configs/iwslt14_de_en/ablation_*.yaml), each from several seeds,
 averages the last checkpoints, translates the validation set with the row's beam, and prints the
 mean and deviation of tokenised BLEU (sacreBLEU without its tokeniser). Run it again to go on where
-it stopped: a run that has a score is not repeated.
+it stopped: a run that has a score is not repeated. Runs with other settings or on other data say
+so, and are kept apart from those of the recipe.
 """
 
 
@@ -37,7 +35,7 @@ def parse(arguments):
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="GROUP.KEY=VALUE", help="options for scripts/train.sh"
+        "overrides", nargs="*", metavar="GROUP.KEY=VALUE", help="options that replace the configs'"
     )
     parser.add_argument("--data", default=str(ROOT / "data-bin" / BENCHMARK), help="binarised data")
     parser.add_argument(
@@ -59,15 +57,12 @@ def parse(arguments):
 
 
 def run(name, *command):
-    """Run a program of this environment or a script beside this one. Raises Failed."""
-    script = Path(__file__).with_name(name)
-    if script.exists():
-        program = [sys.executable, script]
-    else:
-        program = [Path(sys.executable).with_name(name)]
+    """Run the script `name` beside this one. Raises Failed."""
     print("$", name, *command, flush=True)
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([*map(str, (*program, *command))], env=environment)
+    done = subprocess.run(
+        [sys.executable, *map(str, (Path(__file__).with_name(name), *command))],
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+    )
     if done.returncode:
         raise Failed(f"{name} failed with status {done.returncode}")
 
@@ -77,49 +72,20 @@ def diverged(folder):
     return (folder / "crash.pt").exists()
 
 
-def bleu_of(output, references):
-    """Tokenised BLEU of the translations that fairseq-generate wrote to `output`."""
-    found = re.findall(r"^H-(\d+)\t[^\t]*\t(.*)$", output.read_text("utf-8"), re.MULTILINE)
-    translations = {int(number): text for number, text in found}
-    if translations.keys() != set(range(len(references))):
-        raise Failed(
-            f"expected translations of {len(references)} sentences in {output}, "
-            f"got {len(translations)}"
-        )
-    ordered = [translations[number] for number in range(len(references))]
-    return round(sacrebleu.corpus_bleu(ordered, [references], tokenize="none", force=True).score, 2)
-
-
 def score(row, seed, args):
     """Train `row` from `seed` where that is not done; its validation BLEU, or "diverged"."""
+    name = f"{BENCHMARK}/{row}"
     folder = Path(args.save_dir).absolute() / row / f"seed_{seed}"
-    config = OmegaConf.load(CONFIGS / BENCHMARK / f"{row}.yaml")
-    on_cpu = ["--cpu"] if args.cpu else []
+    shared = ["--data", args.data, *(["--cpu"] if args.cpu else []), *args.overrides]
     try:
-        run(
-            "train.py", f"{BENCHMARK}/{row}", "--data", args.data, "--save-dir", folder, *on_cpu,
-            *args.overrides, f"common.seed={seed}",
-        )  # fmt: skip
+        run("train.py", name, "--save-dir", folder, *shared, f"common.seed={seed}")
     except Failed:
         if diverged(folder):
             return "diverged"
         raise
-    averaged = folder / "averaged.pt"
-    epochs = len([path for path in folder.glob("checkpoint*.pt") if path.stem[10:].isdigit()])
-    run(
-        "average_checkpoints.py", "--inputs", folder, "--output", averaged,
-        "--last-epochs", min(config.checkpoint.keep_last_epochs, epochs),
-    )  # fmt: skip
-    data = Path(args.data)
-    prepared = json.loads((data / "prepared.json").read_text("utf-8"))
-    run(
-        "fairseq-generate", data, "--user-dir", ROOT / "talk_fairseq", "--path", averaged,
-        "--gen-subset", "valid", "--remove-bpe", prepared["subwords"],
-        "--beam", config.generation.beam, "--lenpen", config.generation.lenpen,
-        "--max-tokens", config.dataset.max_tokens, "--results-path", folder, *on_cpu,
-    )  # fmt: skip
-    references = (data / f"tokenized.valid.{prepared['target_lang']}").read_text("utf-8")
-    return bleu_of(folder / "generate-valid.txt", references.removesuffix("\n").split("\n"))
+    run("evaluate.py", name, folder, "--split", "valid", *shared)
+    result = json.loads((folder / "evaluation/scores.json").read_text())
+    return round(result["scores"]["tokenised_bleu"]["score"], 2)
 
 
 def summary(scores):
@@ -132,6 +98,29 @@ def summary(scores):
     }
 
 
+def other_settings(row, args):
+    """What is not the paper's in runs of `row`: ``{"changed": {key: value}, "other_data": […]}``.
+
+    Raises BadInput for overrides and data that cannot be used.
+    """
+    import evaluate  # takes seconds
+
+    name, recipe = read_config(f"{BENCHMARK}/{row}")
+    config = with_overrides(recipe, args.overrides)
+    check_options(config)
+    prepared = evaluate.read_prepared(name, Path(args.data), config)
+    return {
+        "changed": evaluate.other_settings(name, config),
+        "other_data": evaluate.other_data(prepared),
+    }
+
+
+def label(row, others):
+    """The key of a row's results: runs that are not the paper's stand apart from those that are."""
+    changed = [f"{key}={value}" for key, value in others["changed"].items()]
+    return " ".join([row, *changed, *(["other data"] if others["other_data"] else [])])
+
+
 def paper(row):
     """What the header of a config says that the paper reports."""
     text = (CONFIGS / BENCHMARK / f"{row}.yaml").read_text()
@@ -139,32 +128,36 @@ def paper(row):
 
 
 def table(results):
+    """The rows for a person; below each what is not the recipe's."""
     lines = [f"{'row':<32}{'paper':>14}{'measured':>16}{'seeds':>7}"]
-    for row, result in results.items():
+    for key, result in results.items():
+        row = key.partition(" ")[0]
         measured = "diverged" if result["mean"] is None else f"{result['mean']:.2f}"
         if result["deviation"] is not None:
             measured += f" +- {result['deviation']:.2f}"
         if result["mean"] is not None and result["diverged"]:
             measured += f", {result['diverged']} diverged"
         lines.append(f"{row:<32}{paper(row):>14}{measured:>16}{len(result['seeds']):>7}")
+        others = [f"{key} {value}" for key, value in result["changed"].items()]
+        if others or result["other_data"]:
+            lines.append(f"  not the recipe: {', '.join(others + result['other_data'])}")
     return "\n".join(lines)
 
 
 def main(arguments=None):
     args = parse(arguments)
-    if not (Path(args.data) / "prepared.json").exists():
-        print(
-            f"ablation.sh: --data: expected a folder of scripts/prepare_{BENCHMARK}.sh, "
-            f"got {args.data}",
-            file=sys.stderr,
-        )
+    try:
+        others = {row: other_settings(row, args) for row in args.rows}
+    except BadInput as error:
+        print(f"ablation.sh: {error}", file=sys.stderr)
         return 2
     path = Path(args.results)
     path.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(path.read_text()) if path.exists() else {}
     for row in args.rows:
+        key = label(row, others[row])
         for seed in args.seeds:
-            scores = results.get(row, {}).get("seeds", {})
+            scores = results.get(key, {}).get("seeds", {})
             if str(seed) in scores:
                 continue
             try:
@@ -172,7 +165,7 @@ def main(arguments=None):
             except Failed as error:
                 print(f"ablation.sh: {row}, seed {seed}: {error}", file=sys.stderr)
                 return 1
-            results[row] = {"seeds": scores, **summary(scores)}
+            results[key] = {"seeds": scores, **summary(scores), **others[row]}
             part = path.with_name(path.name + ".partial")
             part.write_text(json.dumps(dict(sorted(results.items())), indent=2) + "\n")
             part.replace(path)

@@ -16,9 +16,9 @@ from pathlib import Path
 import sacrebleu
 import torch
 from average_checkpoints import EPOCHS, UPDATES, average_checkpoints, find_checkpoints, save
-from fairseq.dataclass.configs import EvalLMConfig, GenerationConfig
+from fairseq.dataclass.configs import GenerationConfig
 from omegaconf import OmegaConf
-from train import CONFIGS, ROOT, BadInput, flat, read_config, with_overrides
+from train import CONFIGS, ROOT, BadInput, check_options, flat, read_config, with_overrides
 
 import talk_fairseq  # noqa: F401  registers the models and mends fairseq
 from talk_fairseq.compat import read_checkpoint
@@ -267,15 +267,15 @@ def other_data(prepared):
     ]
 
 
-def other_settings(name, config, folder):
-    """``{key: value}`` of what the run in `folder` and `config` do not share with the recipe.
+def other_settings(name, config, folder=None):
+    """``{key: value}`` of what `config` and the run in `folder` do not share with the recipe.
 
     Raises BadInput if it is the run of another recipe.
     """
     recipe = dict(flat(read_config(name)[1]))
     found = dict(flat(config))
-    record = folder / "trained.yaml"
-    if record.exists():
+    record = folder and folder / "trained.yaml"
+    if record and record.exists():
         trained = OmegaConf.load(record)
         if trained.get("name", name) != name:
             raise BadInput(f"CHECKPOINTS: expected a run of {name}, got one of {trained.name}")
@@ -323,15 +323,6 @@ def choose_checkpoints(folder, config, count):
 
 def ema(config):
     return bool(OmegaConf.select(config, "ema.store_ema"))
-
-
-def check_options(config):
-    """Raise BadInput for options of generation that fairseq has not, and would not miss."""
-    for group, known in (("generation", GenerationConfig), ("eval_lm", EvalLMConfig)):
-        names = [option.name for option in dataclasses.fields(known)]
-        for name in config.get(group) or {}:
-            if name not in names:
-                raise BadInput(f"{group}: expected an option of fairseq, got {name!r}")
 
 
 class Evaluation:

@@ -32,18 +32,20 @@ fail() { # for input that cannot be used
     exit 2
 }
 
-name='' data=() prepare=() overrides=() train=() evaluate=() data_bin='' save_dir='' results=''
+name='' data=() prepare=() overrides=() precision=() devices=() cpu=() tune=()
+data_bin='' save_dir='' results=''
 while (($#)); do
     case "$1" in
         -h | --help) usage && exit 0 ;;
-        --cpu) train+=(--cpu) evaluate+=(--cpu) ;;
-        --tune) evaluate+=(--tune) ;;
+        --cpu) cpu=(--cpu) ;;
+        --tune) tune=(--tune) ;;
         --data | --prepare | --devices | --precision | --data-bin | --save-dir | --results)
             (($# > 1)) && [[ -n "$2" ]] || fail "$1: expected a value (see --help)"
             case "$1" in
                 --data) data+=(--data "$2") ;;
                 --prepare) read -ra prepare <<<"$2" ;;
-                --devices | --precision) train+=("$1" "$2") ;;
+                --devices) devices=(--devices "$2") ;;
+                --precision) precision=(--precision "$2") ;;
                 --data-bin) data_bin=$2 ;;
                 --save-dir) save_dir=$2 ;;
                 --results) results=$2 ;;
@@ -63,7 +65,8 @@ done
 [[ -n "$name" ]] || fail "NAME: expected a config such as iwslt14_de_en/talkconv (see --help)"
 
 # What train.sh would refuse is refused here, before hours of preparing.
-"$scripts/train.sh" "$name" --dry-run "${train[@]}" "${overrides[@]}" >/dev/null
+"$scripts/train.sh" "$name" --dry-run "${precision[@]}" "${devices[@]}" "${cpu[@]}" \
+    "${overrides[@]}" >/dev/null
 
 benchmark=${name%%/*}
 data_bin=${data_bin:-$root/data-bin/$benchmark}
@@ -80,17 +83,21 @@ mkdir -p "$save_dir"
 exec 9>>"$save_dir/lock"
 ! command -v flock >/dev/null || flock -n 9 || fail "another run is in $save_dir; wait for it"
 
-# Runs a stage unless this very command has already ended well.
-once() { # STAGE COMMAND…
-    local done=$save_dir/$1.done
-    if [[ "$(cat "$done" 2>/dev/null)" == "${*:2}" ]]; then
-        echo "== $1: done before"
+# Runs a stage unless it has already ended well with the same command. What follows -- only says
+# where it runs: what was done elsewhere is done.
+once() { # STAGE COMMAND… -- [OPTION…]
+    local done=$save_dir/$1.done command=()
+    echo -n "== $1"
+    while shift && [[ "$1" != -- ]]; do command+=("$1"); done
+    shift
+    if [[ "$(cat "$done" 2>/dev/null)" == "${command[*]}" ]]; then
+        echo ": done before"
         return
     fi
-    echo "== $1"
+    echo
     rm -f "$done" "$save_dir/evaluate.done" # what is trained anew is to be scored anew
-    "${@:2}"
-    printf '%s\n' "${*:2}" >"$done.partial"
+    "${command[@]}" "$@"
+    printf '%s\n' "${command[*]}" >"$done.partial"
     mv "$done.partial" "$done"
 }
 
@@ -99,7 +106,7 @@ if ((${#data[@]} + ${#prepare[@]})); then
     "$prepare_script" --output "$data_bin" "${data[@]}" "${prepare[@]}"
 fi
 once train "$scripts/train.sh" "$name" --data "$data_bin" --save-dir "$save_dir" \
-    "${train[@]}" "${overrides[@]}"
+    "${precision[@]}" "${overrides[@]}" -- "${devices[@]}" "${cpu[@]}"
 once evaluate "$scripts/evaluate.sh" "$name" "$save_dir" --data "$data_bin" --results "$results" \
-    "${evaluate[@]}" "${overrides[@]}"
+    "${tune[@]}" "${overrides[@]}" -- "${cpu[@]}"
 echo "== the result is in $results"

@@ -3,13 +3,18 @@
 
 import argparse
 import difflib
+import enum
 import os
 import re
 import shlex
 import sys
+import typing
+from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
@@ -31,6 +36,7 @@ examples:
 
 # What may change when a run goes on; none of it makes another model of a row.
 MAY_CHANGE = {
+    "checkpoint.keep_last_epochs",
     "common.log_interval",
     "dataset.max_tokens",
     "dataset.num_workers",
@@ -72,6 +78,13 @@ def parse(arguments):
         choices=("fp32", "fp16", "bf16"),
         help="numbers to train with (default: the config's on a GPU, fp32 on the CPU)",
     )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start again from the last checkpoint when a process dies, up to N times (default: 0)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the command and stop")
     return parser.parse_intermixed_args(arguments)
 
@@ -101,6 +114,136 @@ def with_overrides(config, overrides):
     return OmegaConf.merge(
         config, OmegaConf.from_dotlist([override.lstrip("+") for override in overrides])
     )
+
+
+# --- The options of fairseq ---
+
+# What an option of a type takes: in words, and as Python has it.
+KINDS = {
+    bool: ("true or false", bool),
+    int: ("an integer", int),
+    float: ("a number", (int, float)),
+    str: ("text", (str, int, float)),
+}
+
+
+def check_options(config):
+    """Raise BadInput for a key that is no option of fairseq's, or a value that one does not take.
+
+    Hydra adds what it does not know, and fairseq's older models take any key. Importing what
+    knows them, the dataclasses that fairseq registers and the flags of what has none, takes
+    seconds.
+    """
+    import talk_fairseq  # noqa: F401  registers the models
+
+    groups = {
+        group: options if isinstance(options, dict) else {"_name": options}
+        for group, options in OmegaConf.to_container(config).items()
+    }
+    known = known_options(groups)
+    for group, options in groups.items():
+        for name, value in options.items():
+            key = f"{group}.{name}"
+            if key not in known:
+                raise BadInput(
+                    f"options: expected those of fairseq, got {key}{did_you_mean(key, known)}"
+                )
+            expected = known[key](value)
+            if expected:
+                raise BadInput(f"{key}: expected {expected}, got {value!r}")
+
+
+def known_options(groups):
+    """``{"model.dropout": function, …}`` of every option there is beside the names in `groups`.
+
+    Each function returns None for a value that the option takes, else what it expects, in words.
+    Raises BadInput for a name that fairseq does not register.
+    """
+    from fairseq import models, tasks
+    from fairseq.dataclass.configs import FairseqConfig
+    from fairseq.registry import REGISTRIES
+    from hydra.conf import HydraConf
+
+    declared = {group.name: group.type for group in fields(FairseqConfig)} | {"hydra": HydraConf}
+    registries = {group: registry["registry"] for group, registry in REGISTRIES.items()}
+    registries |= {"model": models.ARCH_MODEL_REGISTRY, "task": tasks.TASK_REGISTRY}
+    known = {}
+    for group, schema in declared.items():
+        if group in registries and group in groups:
+            registry, name = registries[group], groups[group].get("_name")
+            if name not in registry:
+                raise BadInput(
+                    f"{group}._name: expected one that fairseq registers, got {name!r}"
+                    + did_you_mean(str(name), registry)
+                )
+            known[f"{group}._name"] = lambda value: None
+            schema = getattr(registry[name], "__dataclass", None)
+            if schema is None and hasattr(registry[name], "add_args"):
+                parser = argparse.ArgumentParser(add_help=False)
+                registry[name].add_args(parser)
+                for flag in parser._actions:
+                    known[f"{group}.{flag.dest}"] = partial(expected_by_flag, flag)
+        if is_dataclass(schema):
+            empty = OmegaConf.structured(schema)
+            for field in fields(schema):
+                known[f"{group}.{field.name}"] = partial(expected_by_field, empty, field)
+    return known
+
+
+def expected_by_field(empty, field, value):
+    """What a field of the structured config `empty` expects; None if it takes `value`."""
+    try:
+        OmegaConf.merge(empty, {field.name: value})
+    except OmegaConfBaseException:
+        return in_words(field.type)
+
+
+def expected_by_flag(flag, value):
+    """What an argparse flag expects; None if it takes `value`, which fairseq uses as it stands."""
+    from fairseq.utils import eval_bool
+
+    if value is None:
+        return None
+    if flag.choices:
+        return None if value in flag.choices else f"one of {', '.join(map(str, flag.choices))}"
+    kind = bool if flag.nargs == 0 or flag.type is eval_bool else flag.type or str
+    if kind in KINDS:
+        words, types = KINDS[kind]
+        values = value if isinstance(value, list) and flag.nargs in ("+", "*") else [value]
+        # For Python, True is a number.
+        fits = all(
+            isinstance(one, types) and isinstance(one, bool) == (kind is bool) for one in values
+        )
+        return None if fits else words
+    try:
+        kind(str(value))
+    except Exception:  # whatever a function of fairseq raises
+        return f"what the flag {flag.option_strings[0]} takes"
+
+
+def in_words(kind):
+    """What a type in one of fairseq's dataclasses stands for."""
+    inner = [part for part in typing.get_args(kind) if part is not type(None)]
+    if typing.get_origin(kind) is typing.Union:
+        return in_words(inner[0])
+    if typing.get_origin(kind) in (list, tuple):
+        return "a list, each " + in_words(inner[0])
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return f"one of {', '.join(kind.__members__)}"
+    if is_dataclass(kind):
+        return "some of " + ", ".join(field.name for field in fields(kind))
+    return KINDS[kind][0] if kind in KINDS else "another type"
+
+
+def did_you_mean(key, known):
+    """The end of a message that names what of `known` is most like `key`, if anything is."""
+    in_other_groups = [other for other in known if other.endswith("." + key.partition(".")[2])]
+    cutoff = 0 if in_other_groups else 0.6
+    near = difflib.get_close_matches(key, in_other_groups or known, n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+# --- The run ---
 
 
 def check_data(name, data):
@@ -219,9 +362,13 @@ def plan(args):
     """What to run: ``(command, environment, folder, record of the run)``. Raises BadInput."""
     name, recipe = read_config(args.name)
     config = with_overrides(recipe, args.overrides)
+    if args.overrides or not args.dry_run:
+        check_options(config)
     on_cpu, devices = choose_devices(args, recipe, config)
     if args.nodes > 1 and not args.rendezvous:
         raise BadInput("--rendezvous: expected HOST[:PORT] with --nodes, got none")
+    if args.restarts < 0:
+        raise BadInput(f"--restarts: expected at least 0, got {args.restarts}")
     processes = devices * args.nodes
 
     benchmark, system = name.split("/")
@@ -261,7 +408,7 @@ def plan(args):
 
     programs = Path(sys.executable).parent
     command = [programs / "fairseq-hydra-train"]
-    if processes > 1:
+    if processes > 1 or args.restarts:
         host, _, port = (args.rendezvous or "").partition(":")
         meeting = (
             ["--standalone"]
@@ -269,6 +416,7 @@ def plan(args):
             else ["--nnodes", args.nodes, "--rdzv-backend", "c10d", "--rdzv-id", system]
             + ["--rdzv-endpoint", f"{host}:{port or 29500}"]
         )
+        meeting += ["--max-restarts", args.restarts] if args.restarts else []
         command = [programs / "torchrun", *meeting, "--nproc-per-node", devices, *command]
     command += ["--config-dir", CONFIGS / benchmark, "--config-name", system]
     command += [f"++{key}={hydra_value(value)}" for key, value in options.items()]

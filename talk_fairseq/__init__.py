@@ -4,7 +4,7 @@
 
 As a plugin: ``fairseq-train --user-dir talk_fairseq --arch talkconv …``. Where fairseq is
 installed, importing this package mends what breaks in it today (compat.py) and registers the
-models and the task; the operator needs neither fairseq nor CuPy.
+models, the task and the criterion; the operator needs neither fairseq nor CuPy.
 """
 
 import importlib.util
@@ -41,6 +41,7 @@ def _register_with_fairseq():
         )
     else:
         from talk_fairseq import compat  # noqa: F401
+        from talk_fairseq.criterions import simcut  # noqa: F401
         from talk_fairseq.models import talkconv, talkconv_lm  # noqa: F401
         from talk_fairseq.tasks import talk_summarization  # noqa: F401
     finally:

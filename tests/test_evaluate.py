@@ -476,7 +476,10 @@ def test_of_equal_scores_the_recipes_stays(monkeypatch, verses, folder_of_a_run)
             "--try: expected generation.lenpen or gen",
         ),
         ([EN_DE, "--try", "average=1,2", *SPANISH], "--try: expected --tune beside it"),
-        ([EN_DE, *SPANISH, "generation.bem=3"], "generation: expected an option of fairseq, got"),
+        (
+            [EN_DE, *SPANISH, "generation.bem=3"],
+            "options: expected those of fairseq, got generation.bem; did you mean generation.beam?",
+        ),
         ([EN_DE, *SPANISH, "beam=3"], "overrides: expected GROUP.KEY=VALUE, got 'beam=3'"),
     ],
 )

@@ -124,8 +124,8 @@ def test_from_the_archive_to_a_result(published, tmp_path, name):
     assert result["changed"]["optimization.max_epoch"] == 2 and result["other_data"]
     if not name.endswith("/talkconv"):
         return
-    # Run again, nothing is left to do.
-    again = reproduce(*arguments)
+    # Run again, nothing is left to do, also on other devices.
+    again = reproduce(*arguments, "--devices", 1)
     assert again.returncode == 0
     assert "train: done before" in again.stdout and "evaluate: done before" in again.stdout
     assert len(json.loads((tmp_path / "results.json").read_text())) == 1

@@ -1,10 +1,10 @@
 """scripts/train.sh and scripts/ablation.sh: what they run, what they refuse, and small runs."""
 
 import gzip
-import importlib.util
 import json
 import re
 import subprocess
+import sys
 from itertools import islice
 from types import SimpleNamespace
 
@@ -13,16 +13,10 @@ import torch
 from conftest import ROOT, fairseq
 from omegaconf import OmegaConf
 
-
-def script(name):
-    """scripts/NAME.py as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-train, ablation = script("train"), script("ablation")
+pytest.importorskip("fairseq")
+sys.path.insert(0, str(ROOT / "scripts"))
+import ablation
+import train
 
 
 def planned(*arguments):
@@ -189,6 +183,67 @@ def test_mistakes(folder, tmp_path, monkeypatch):
     assert "add --cpu" in refused(name, "--devices", "2", dry_run=False)
 
 
+TALK, LIGHT = "iwslt14_de_en/talkconv", "iwslt14_de_en/lightconv"  # LightConv has no dataclass
+
+
+@pytest.mark.parametrize(
+    "name, override, message",
+    [
+        (TALK, "optimization.max_updat=3", "got optimization.max_updat; did you mean optimizat"),
+        (TALK, "model.encoder_tlak_heads=4", "did you mean model.encoder_talk_heads?"),
+        (TALK, "model.max_tokens=9", "got model.max_tokens; did you mean dataset.max_tokens?"),
+        (TALK, "optimisation.lr=[1]", "did you mean optimization.lr?"),
+        (TALK, "criterion.rdrop_alpha=5", "got criterion.rdrop_alpha"),
+        (TALK, "bpe.sentencepiece_model=x", "bpe._name: expected one that fairseq registers"),
+        (TALK, "model._name=talkcnv", "got 'talkcnv'; did you mean talkconv?"),
+        (TALK, "hydra.rnu.dir=x", "got hydra.rnu; did you mean hydra.run?"),
+        (LIGHT, "model.encoder_layer=3", "did you mean model.encoder_layers?"),
+        (LIGHT, "model.offset_dropout=0", "got model.offset_dropout"),
+        (
+            TALK,
+            "optimization.max_update=x",
+            "optimization.max_update: expected an integer, got 'x'",
+        ),
+        (TALK, "optimization.max_update=2.5", "expected an integer, got 2.5"),
+        (TALK, "optimization.update_freq=8", "expected a list, each an integer, got 8"),
+        (TALK, "model.dropout=high", "model.dropout: expected a number, got 'high'"),
+        (TALK, "common.fp16=maybe", "common.fp16: expected true or false, got 'maybe'"),
+        (TALK, "distributed_training.ddp_backend=x", "expected one of c10d, fully_sharded"),
+        (LIGHT, "model.encoder_layers=2.5", "model.encoder_layers: expected an integer, got 2.5"),
+        (LIGHT, "model.encoder_glu=3", "model.encoder_glu: expected true or false, got 3"),
+        (LIGHT, "model.encoder_normalize_before=1", "expected true or false, got 1"),
+        (LIGHT, "model.dropout=high", "model.dropout: expected a number, got 'high'"),
+        (LIGHT, "model.encoder_kernel_size_list=x", "what the flag --encoder-kernel-size-list"),
+        (LIGHT, "model.encoder_conv_type=static", "expected one of dynamic, lightweight, got"),
+    ],
+)
+def test_options_that_fairseq_does_not_know_or_take(name, override, message):
+    """Hydra would add them, and the run would go on without."""
+    assert message in refused(name, "--cpu", override)
+
+
+@pytest.mark.parametrize("name", [TALK, LIGHT])
+def test_options_that_fairseq_takes(name):
+    planned(
+        name, "--cpu", "model.dropout=0", "++common.fp16=True", "dataset.curriculum=2",
+        "optimization.lr=[1]", "model.encoder_embed_path=null", "hydra.run.dir=x",
+        "ema.ema_decay=1", "scoring._name=bleu", "optimizer.adam_eps=1e-9",
+        "task.num_batch_buckets=3", "model.decoder_layers=1",
+        "distributed_training.ddp_backend=legacy_ddp",
+    )  # fmt: skip
+
+
+def test_options_of_the_config_itself(folder, tmp_path, monkeypatch):
+    """A dry run without overrides does not look, so that it is quick; training does."""
+    monkeypatch.setattr(train, "CONFIGS", tmp_path)
+    (tmp_path / "mine").mkdir()
+    text = (ROOT / f"configs/{LIGHT}.yaml").read_text()
+    (tmp_path / "mine/light.yaml").write_text(text.replace("weight_dropout", "wieght_dropout"))
+    planned("mine/light", "--cpu")
+    message = refused("mine/light", "--cpu", "--data", str(folder), dry_run=False)
+    assert message.endswith("got model.wieght_dropout; did you mean model.weight_dropout?")
+
+
 def test_a_mistake_is_one_line_and_status_2(capsys):
     assert train.main(["iwslt14_de_en/talkcnv"]) == 2
     error = capsys.readouterr().err
@@ -226,6 +281,13 @@ def test_help(name):
 # --- Small runs ---
 
 
+PREPARED = {
+    "benchmark": "iwslt14_de_en", "source_lang": "de", "target_lang": "en", "tokenizer": "none",
+    "lowercase": False, "subwords": "none", "lines": {"train": 120, "valid": 20},
+    "checks": [{"what": "lines of train", "found": 120, "published": [160239]}],
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def verses(tmp_path_factory):
     """A small corpus as scripts/prepare_iwslt14_de_en.sh leaves it; its "German" is Spanish."""
@@ -239,8 +301,7 @@ def verses(tmp_path_factory):
         "--trainpref", folder / "train", "--validpref", folder / "valid",
         "--destdir", folder / "bin", "--nwordssrc", 500,
     )  # fmt: skip
-    prepared = {"benchmark": "iwslt14_de_en", "target_lang": "en", "subwords": "subword_nmt"}
-    (folder / "bin/prepared.json").write_text(json.dumps(prepared))
+    (folder / "bin/prepared.json").write_text(json.dumps(PREPARED))
     (folder / "valid.en").rename(folder / "bin/tokenized.valid.en")
     return folder / "bin"
 
@@ -296,23 +357,32 @@ def test_two_processes_train_as_one_with_twice_the_steps(verses, tmp_path):
 
 @pytest.mark.slow
 def test_ablation_scores_a_row(verses, tmp_path):
+    """And says what is not the paper's; nothing is averaged that is not there."""
     arguments = [
         "--cpu", "--data", verses, "--save-dir", tmp_path / "runs", "--results",
         tmp_path / "ablation.json", "--rows", "ablation_6_four_heads", "--seeds", 3, "--",
         *SMALL, "optimization.update_freq=[1]", "optimization.max_epoch=1",
     ]  # fmt: skip
-    printed = run("ablation", *arguments)
+    done = subprocess.run(
+        [ROOT / "scripts/ablation.sh", *map(str, arguments)], capture_output=True, text=True
+    )
+    assert done.returncode == 1 and not (tmp_path / "ablation.json").exists()
+    assert "expected 10 files like checkpoint" in done.stderr
+    printed = run("ablation", *arguments, "checkpoint.keep_last_epochs=1")
     assert re.search(r"^ablation_6_four_heads +36.65 .* 1$", printed, re.MULTILINE)
-    results = json.loads((tmp_path / "ablation.json").read_text())
-    assert 0 <= results["ablation_6_four_heads"]["seeds"]["3"] < 100
-    config = torch.load(
-        tmp_path / "runs/ablation_6_four_heads/seed_3/checkpoint_last.pt", weights_only=False
-    )["cfg"]
+    assert re.search(r"not the recipe: .*optimization.max_epoch 1.* lines of train", printed)
+    [(key, result)] = json.loads((tmp_path / "ablation.json").read_text()).items()
+    assert key.startswith("ablation_6_four_heads checkpoint.keep_last_epochs=1 ")
+    assert key.endswith(" other data") and result["other_data"] == ["lines of train"]
+    assert 0 <= result["seeds"]["3"] < 100
+    assert result["changed"]["model.encoder_embed_dim"] == 32
+    folder = tmp_path / "runs/ablation_6_four_heads/seed_3"
+    config = torch.load(folder / "checkpoint_last.pt", weights_only=False)["cfg"]
     assert config["common"]["seed"] == 3
 
 
 def test_ablation_goes_on_and_counts_what_diverged(tmp_path, monkeypatch, capsys):
-    (tmp_path / "prepared.json").write_text("{}")
+    (tmp_path / "prepared.json").write_text(json.dumps(PREPARED | {"checks": []}))
     scores = {("ablation_1_one_window", seed): "diverged" for seed in (1, 2)}
     scores |= {("ablation_2_normalised", 1): 35.0, ("ablation_2_normalised", 2): 36.0}
     made = []
@@ -332,6 +402,7 @@ def test_ablation_goes_on_and_counts_what_diverged(tmp_path, monkeypatch, capsys
     assert ablation.main(start) == 0
     assert made == [*list(scores)[:2], ("ablation_2_normalised", 2)]
     results = json.loads((tmp_path / "x/ablation.json").read_text())
+    assert results.keys() == {"ablation_1_one_window", "ablation_2_normalised"}
     assert results["ablation_1_one_window"]["mean"] is None
     assert results["ablation_2_normalised"]["mean"] == 35.5
     assert results["ablation_2_normalised"]["deviation"] == 0.71
@@ -340,10 +411,17 @@ def test_ablation_goes_on_and_counts_what_diverged(tmp_path, monkeypatch, capsys
     assert lines[2].split() == "ablation_2_normalised 35.70 +- .1 35.50 +- 0.71 2".split()
 
 
-def test_ablation_bleu_counts_every_sentence(tmp_path):
-    output = tmp_path / "generate-valid.txt"
-    output.write_text("H-1\t-0.5\te f g h\nD-1\t-0.5\tx\nH-0\t-0.1\ta b c d\n")
-    assert ablation.bleu_of(output, ["a b c d", "e f g h"]) == 100
-    assert ablation.bleu_of(output, ["a b c d", "e f x h"]) < 100
-    with pytest.raises(ablation.Failed, match="3 sentences .* got 2"):
-        ablation.bleu_of(output, ["a b c d", "e f g h", "i"])
+def test_ablation_keeps_other_settings_apart(tmp_path, monkeypatch, capsys):
+    (tmp_path / "prepared.json").write_text(json.dumps(PREPARED | {"checks": []}))
+    monkeypatch.setattr(ablation, "score", lambda *_: 30.0)
+    start = ["--data", str(tmp_path), "--results", str(tmp_path / "ablation.json")]
+    start += ["--rows", "ablation_7_relu", "--seeds", "1", "--"]
+    for more in ([], ["model.dropout=0.2"], ["dataset.max_tokens=2000"]):
+        assert ablation.main([*start, *more]) == 0
+    # The batch is the recipe's in steps of any size.
+    results = json.loads((tmp_path / "ablation.json").read_text())
+    assert results.keys() == {"ablation_7_relu", "ablation_7_relu model.dropout=0.2"}
+    assert results["ablation_7_relu"]["changed"] == {}
+    assert "\n  not the recipe: model.dropout 0.2\n" in capsys.readouterr().out
+    assert ablation.main([*start, "model.droput=0.2"]) == 2
+    assert "did you mean model.dropout?" in capsys.readouterr().err

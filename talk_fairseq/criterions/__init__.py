@@ -1,0 +1,1 @@
+"""Criterions for fairseq; ``--user-dir talk_fairseq`` registers them."""

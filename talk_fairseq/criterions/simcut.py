@@ -1,0 +1,95 @@
+"""SimCut (Gao et al., NAACL 2022): predictions that stay when embeddings of words are cut.
+
+    fairseq-train DATA --user-dir talk_fairseq --label-smoothing 0.1 \\
+        --criterion label_smoothed_cross_entropy_with_simcut --simcut-alpha 3 --simcut-cutoff 0.05 …
+"""
+
+import contextlib
+from dataclasses import dataclass, field
+
+import torch
+from fairseq.criterions import register_criterion
+from fairseq.criterions.label_smoothed_cross_entropy import (
+    LabelSmoothedCrossEntropyCriterion,
+    LabelSmoothedCrossEntropyCriterionConfig,
+)
+from torch.nn import functional as F
+
+
+@dataclass
+class SimCutConfig(LabelSmoothedCrossEntropyCriterionConfig):
+    """The options of fairseq's label smoothing, and these."""
+
+    simcut_alpha: float = field(
+        default=3.0, metadata={"help": "weight of the divergence; 0 is label smoothing alone"}
+    )
+    simcut_cutoff: float = field(
+        default=0.05, metadata={"help": "probability of cutting the embedding of a token"}
+    )
+
+
+@register_criterion("label_smoothed_cross_entropy_with_simcut", dataclass=SimCutConfig)
+class SimCutCriterion(LabelSmoothedCrossEntropyCriterion):
+    """Label-smoothed cross-entropy + simcut_alpha * KL(p(· | x, y) || p(· | x_cut, y_cut)).
+
+    That is the paper's L_ce + alpha L_simkl: the cross-entropy is that of the whole sentences, and
+    in x_cut and y_cut, source and shifted target, each embedding is zero with probability
+    simcut_cutoff. Gradients flow through both sides of the divergence, which the authors found to
+    matter; each side is a pass of its own, with its own dropout. Validation is label smoothing
+    alone.
+
+    Embeddings are zeroed where they are looked up, in ``embed_tokens`` of the encoder and the
+    decoder: positions stay, and another token in their place (unk, padding) would have an
+    embedding that is learnt, or mask attention. Raises ValueError for a model without these, and
+    for options out of range.
+    """
+
+    def __init__(self, task, cfg):
+        super().__init__(
+            task, cfg.sentence_avg, cfg.label_smoothing, cfg.ignore_prefix_size, cfg.report_accuracy
+        )
+        if not cfg.simcut_alpha >= 0:
+            raise ValueError(f"simcut_alpha: expected at least 0, got {cfg.simcut_alpha}")
+        if not 0 <= cfg.simcut_cutoff < 1:
+            raise ValueError(f"simcut_cutoff: expected from 0 to below 1, got {cfg.simcut_cutoff}")
+        self.simcut_alpha = cfg.simcut_alpha
+        self.simcut_cutoff = cfg.simcut_cutoff
+
+    def compute_loss(self, model, net_output, sample, reduce=True):
+        """``(loss, nll_loss)``, sums over the tokens, or of each of them without `reduce`."""
+        loss, nll_loss = super().compute_loss(model, net_output, sample, reduce)
+        if model.training and self.simcut_alpha > 0:
+            with embeddings_cut(model, self.simcut_cutoff):
+                cut_output = model(**sample["net_input"])
+            lprobs, target = self.get_lprobs_and_target(model, net_output, sample)
+            cut_lprobs, _ = self.get_lprobs_and_target(model, cut_output, sample)
+            divergence = F.kl_div(cut_lprobs, lprobs, reduction="none", log_target=True)
+            divergence = divergence.sum(dim=-1, keepdim=True)
+            divergence = divergence.masked_fill(target.unsqueeze(-1).eq(self.padding_idx), 0)
+            loss = loss + self.simcut_alpha * (divergence.sum() if reduce else divergence)
+        return loss, nll_loss
+
+
+@contextlib.contextmanager
+def embeddings_cut(model, probability):
+    """Within it, `model` looks up zeros in place of some tokens' embeddings.
+
+    Raises ValueError for a model without ``embed_tokens`` in its encoder and its decoder.
+    """
+
+    def cut(embed_tokens, inputs, embedded):
+        drawn = torch.rand(inputs[0].shape, device=embedded.device) < probability
+        return embedded.masked_fill(drawn.unsqueeze(-1), 0)
+
+    try:
+        tables = {model.encoder.embed_tokens, model.decoder.embed_tokens}  # may be one and the same
+    except AttributeError as error:
+        raise ValueError(
+            f"criterion: expected embed_tokens in encoder and decoder for SimCut, got {error}"
+        ) from None
+    hooks = [table.register_forward_hook(cut) for table in tables]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
