@@ -1,0 +1,657 @@
+"""scripts/plot_windows.py and plot_training.py: what is drawn, by the artists of their figures."""
+
+import functools
+import json
+import math
+import re
+import sys
+from argparse import Namespace
+
+import numpy as np
+import published
+import pytest
+import torch
+from conftest import ROOT
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+
+pytest.importorskip("fairseq")
+
+from fairseq import checkpoint_utils, tasks
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from omegaconf import OmegaConf
+
+from talk_fairseq import talk_conv_reference
+
+sys.path.insert(0, str(ROOT / "scripts"))  # as Python does for a script
+
+import plot_training
+import plot_windows
+from plot_training import colours, curves_figure, read_log, read_runs
+
+WORDS = 97
+TEXT = "w3 w14 w15 w9 w26 w5 w35 w8 w9 w7 w9 w32 w38 w46"
+TARGET = "w2 w71 w82 w81 w82 w84 w59 w0 w45"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder with the dictionaries of both tasks, of WORDS words."""
+    folder = tmp_path_factory.mktemp("dictionaries")
+    for name in ("dict.es.txt", "dict.en.txt", "dict.txt"):
+        (folder / name).write_text("".join(f"w{index} 1\n" for index in range(WORDS - 4)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoints(data, tmp_path_factory):
+    """``{name: path}``: published ones with GLU (8 heads) and without (4), one of ours, others."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    paths = {}
+
+    def save(name, state):
+        paths[name] = folder / f"{name.replace(' ', '_')}.pt"
+        torch.save(state, paths[name])
+
+    for name in ("iwslt", "wmt", "language model"):
+        state = published.checkpoint(published.PUBLISHED[name](), WORDS, last_optimizer_state=None)
+        save(name, state)
+    (model,), cfg, _ = checkpoint_utils.load_model_ensemble_and_task(
+        [str(paths["iwslt"])], {"data": str(data)}
+    )
+    cfg = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    save("ours", {**state, "args": None, "cfg": cfg, "model": model.state_dict()})
+
+    args = Namespace(
+        task="translation", data=str(data), source_lang="es", target_lang="en",
+        arch="transformer", encoder_embed_dim=8, decoder_embed_dim=8, encoder_layers=1,
+        decoder_layers=1, encoder_ffn_embed_dim=8, decoder_ffn_embed_dim=8,
+        encoder_attention_heads=1, decoder_attention_heads=1,
+    )  # fmt: skip
+    cfg = convert_namespace_to_omegaconf(args)
+    transformer = tasks.setup_task(cfg.task).build_model(cfg.model)
+    save("transformer", {**state, "args": args, "model": transformer.state_dict()})
+    save("unsafe", {"model": {}, "args": print})
+    return paths
+
+
+@pytest.fixture(scope="module")
+def load():
+    """plot_windows.load, once for each checkpoint and folder."""
+    return functools.cache(plot_windows.load)
+
+
+@pytest.fixture
+def run(checkpoints, data, load, tmp_path, capsys, monkeypatch):
+    """Run plot_windows.py; returns its status, output, files and the JSON that it wrote, if any."""
+    monkeypatch.setattr(plot_windows, "load", load)
+
+    def run(checkpoint, *options):
+        prefix = tmp_path / "out" / "w"
+        arguments = [checkpoints.get(checkpoint, checkpoint), "--output", prefix, *options]
+        if "--data" not in options:
+            arguments += ["--data", data]
+        status = plot_windows.main([str(argument) for argument in arguments])
+        written = sorted(path.name for path in prefix.parent.glob("*"))
+        record = prefix.with_suffix(".json")
+        record = json.loads(record.read_text()) if record.exists() else None
+        return status, capsys.readouterr(), written, record
+
+    return run
+
+
+def number(words):
+    return [int(word[1:]) + 4 for word in words.split()]
+
+
+def expected_ends(model, source, target):
+    """``{side: [(a_l, a_r), …]}``, each (T, H), of sentences: from the projections' weights.
+
+    `source` and `target` are what the encoder and the decoder are given.
+    """
+    inputs, hooks = {}, []
+    sides = {"encoder": model.encoder, "decoder": model.decoder} if source else {}
+    sides = sides or {"decoder": model.decoder}
+    for side, part in sides.items():
+        for n, layer in enumerate(part.layers):
+
+            def keep(conv, arguments, side=side, n=n):
+                inputs[side, n] = conv, arguments[0].detach().double().numpy()[:, 0]
+
+            hooks.append(layer.self_attn.conv.register_forward_pre_hook(keep))
+    target = torch.tensor([target])
+    if source:
+        model(torch.tensor([source]), torch.tensor([len(source)]), target)
+    else:
+        model(target)
+    for hook in hooks:
+        hook.remove()
+    ends = {side: [] for side in sides}
+    for (side, _), (conv, x) in inputs.items():
+        weight, bias = (p.detach().double().numpy() for p in conv.offsets.parameters())
+        offsets = 1 / (1 + np.exp(-(x @ weight.T + bias)))
+        T, H = len(x), conv.heads
+        a_l, a_r = np.empty((T, H)), np.empty((T, H))
+        for t in range(T):
+            for h in range(H):
+                a_l[t, h] = max(0, t - conv.max_left * offsets[t, h])
+                right = conv.max_right * offsets[t, H + h] if conv.max_right else 0
+                a_r[t, h] = min(T - 1, t + right)
+        ends[side].append((a_l, a_r))
+    return ends
+
+
+def bars(axis, gid, shape):
+    """The bars of a collection: their edges left, right, top and bottom, each of `shape`."""
+    (collection,) = (artist for artist in axis.collections if artist.get_gid() == gid)
+    corners = np.array([path.vertices[:4] for path in collection.get_paths()])
+    x, y = corners[..., 0], corners[..., 1]
+    return [edge.reshape(shape) for edge in (x.min(1), x.max(1), y.min(1), y.max(1))]
+
+
+def drawn_ends(axis, T, H):
+    """``(a_l, a_r)``, each (T, H), that the bars of a panel show, and their edges y."""
+    left, own, right = (bars(axis, gid, (T, H)) for gid in ("left", "token", "right"))
+    t = np.arange(T)[:, None]
+    assert np.allclose(own[0], t - 0.5) and np.allclose(own[1], t + 0.5)
+    assert np.allclose(left[1], own[0]) and np.allclose(right[0], own[1])
+    assert np.allclose(left[2:], own[2:]) and np.allclose(right[2:], own[2:])
+    return left[0] + 0.5, right[1] - 0.5, own[2:]
+
+
+# --- The windows of a sentence ---
+
+
+@pytest.mark.parametrize("name", ["iwslt", "wmt", "language model"])
+def test_bars_are_the_windows(name, checkpoints, data, load):
+    model, task = load(checkpoints[name], data)
+    translator = name != "language model"
+    texts = (TEXT, TARGET) if translator else (TARGET,)
+    seen = plot_windows.look_at_sentence(model, task, plot_windows.Cutter(), *texts)
+    source = [*number(TEXT), 2] if translator else None
+    ends = expected_ends(model, source, [2, *number(TARGET)])
+    assert list(seen) == list(ends) == (["encoder", "decoder"] if translator else ["decoder"])
+    for side, (tokens, layers) in seen.items():
+        words = [*TEXT.split(), "</s>"] if side == "encoder" else ["</s>", *TARGET.split()]
+        assert tokens == words
+        figure = plot_windows.windows_figure(tokens, layers, "title")
+        assert len(figure.axes) == len(ends[side]) >= 3
+        for axis, (a_l, a_r) in zip(figure.axes, ends[side]):
+            T, H = a_l.shape
+            assert H == (8 if name == "wmt" else 4)
+            got_l, got_r, (top, bottom) = drawn_ends(axis, T, H)
+            assert np.abs(got_l - a_l).max() < 1e-4 and np.abs(got_r - a_r).max() < 1e-4
+            # A token's bars are in its line, one below the other.
+            assert np.all(top[:, 0] > np.arange(T) - 0.5) and np.all(bottom[:, -1] < top[:, 0] + 1)
+            assert np.allclose(bottom[:, :-1], top[:, 1:]) and np.all(bottom > top)
+            assert axis.get_ylim() == (T - 0.5, -0.5)  # the first token on top
+            assert [text.get_text() for text in axis.get_xticklabels()] == words
+        assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == words
+        assert sum(np.ptp(a_l - np.arange(len(a_l))[:, None]) > 0.5 for a_l, _ in ends[side]) > 1
+
+
+def test_a_word_is_covered_by_what_it_counts(checkpoints, data, load):
+    """Over each word's width, the share under the bar is its weight in the operator's sum."""
+    model, task = load(checkpoints["wmt"], data)
+    seen = plot_windows.look_at_sentence(model, task, plot_windows.Cutter(), TEXT, TARGET)
+    _, layers = seen["encoder"]
+    layer = layers[1]
+    T, H = layer.a_l.shape
+    offsets = [
+        torch.tensor(reach / limit)[:, None]
+        for reach, limit in (
+            (layer.asked_left, layer.max_left),
+            (layer.asked_right, layer.max_right),
+        )
+    ]
+    one_hot = torch.eye(T, dtype=torch.float64).repeat(1, H)[:, None]  # (T, 1, H T)
+    weights = talk_conv_reference(one_hot, *offsets, layer.max_left, layer.max_right)
+    weights = weights.view(T, H, T) * (layer.max_left + layer.max_right + 1)
+    axis = plot_windows.windows_figure(["w"] * T, [layer], "").axes[0]
+    a_l, a_r, _ = drawn_ends(axis, T, H)
+    word = np.arange(T)
+    first = np.maximum(a_l[..., None] - 0.5, word - 0.5)
+    last = np.minimum(a_r[..., None] + 0.5, word + 0.5)
+    assert np.abs(np.maximum(last - first, 0) - weights.numpy()).max() < 1e-6
+    left, right, *_ = bars(axis, "limit", (T,))
+    assert np.array_equal(left + 0.5, np.maximum(word - layer.max_left, 0))
+    assert np.array_equal(right - 0.5, np.minimum(word + layer.max_right, T - 1))
+
+
+def test_files_of_our_checkpoint(run, checkpoints, data, load):
+    """The PNGs, and the numbers drawn, which are those of the same model as it was published."""
+    status, printed, written, record = run("ours", "--text", TEXT, "--target", TARGET)
+    assert status == 0 and not printed.err
+    assert written == ["w.decoder.png", "w.encoder.png", "w.json"]
+    assert record["checkpoint"] == str(checkpoints["ours"])
+    published_model = load(checkpoints["iwslt"], data)
+    cutter = plot_windows.Cutter()
+    seen = plot_windows.look_at_sentence(*published_model, cutter, TEXT, TARGET)
+    for side, windows in seen.items():
+        assert record[side] == plot_windows.sentence_record(*windows)
+    model, _ = load(checkpoints["ours"], data)
+    ends = expected_ends(model, [*number(TEXT), 2], [2, *number(TARGET)])
+    for side, layers in ends.items():
+        assert len(record[side]["layers"]) == len(layers)
+        for layer, (a_l, a_r) in zip(record[side]["layers"], layers):
+            for name, want in (("a_l", a_l), ("a_r", a_r)):
+                got = np.array([head[name] for head in layer["heads"]]).T
+                assert got.shape == want.shape and np.abs(got - want).max() < 1e-4
+    limits = [(layer["max_left"], layer["max_right"]) for layer in record["encoder"]["layers"]]
+    assert limits == [(1, 1), (3, 3), (7, 7), (15, 15)]
+
+
+def test_without_a_target_the_translation(checkpoints, data, load):
+    """The decoder is then given what the beam search finds the best."""
+    model, task = load(checkpoints["iwslt"], data)
+    tokens, _ = plot_windows.look_at_sentence(model, task, plot_windows.Cutter(), TEXT)["decoder"]
+    assert tokens[0] == "</s>"
+    given = [task.target_dictionary.index(token) for token in tokens]
+
+    def score(target):
+        with torch.no_grad():
+            source = torch.tensor([[*number(TEXT), 2]])
+            out = model(source, torch.tensor([source.shape[1]]), torch.tensor([[2, *target]]))
+            log = model.get_normalized_probs(out, log_probs=True)[0]
+        return sum(log[i, token].item() for i, token in enumerate([*target, 2])) / len([2, *target])
+
+    best = score(given[1:])
+    generator = torch.Generator().manual_seed(0)
+    for length in (1, 2, 5, len(given) - 1):
+        for _ in range(5):
+            other = torch.randint(4, WORDS, (length,), generator=generator).tolist()
+            assert score(other) < best
+
+
+def test_pieces_are_labelled_as_words():
+    labels = plot_windows.labels
+    assert labels(["▁al", "umbre", "▁", ",", "</s>"]) == ["al", "·umbre", "▁", "·,", "</s>"]
+    assert labels(["a@@", "b", "$x$"]) == ["a@@", "b", "$x$"]
+    assert labels(["abcdefghijklmnopq"]) == ["abcdefghijklm…"]
+    layer = random_layer(1, 2, 3)
+    axis = plot_windows.windows_figure(["$x$"], [layer], "").axes[0]
+    assert not axis.get_xticklabels()[0].get_parse_math()
+
+
+def random_layer(T, H, max_left, max_right=0, seed=0):
+    left, right = np.random.default_rng(seed).random((2, T, H))
+    conv = Namespace(max_left=max_left, max_right=max_right)
+    offset_right = torch.tensor(right)[:, None] if max_right else None
+    return plot_windows.layer_of(conv, torch.tensor(left)[:, None], offset_right)
+
+
+VERSE = (
+    "▁In ▁the ▁beginning ▁God ▁created ▁the ▁heaven ▁and ▁the ▁earth . ▁And ▁the ▁earth ▁was "
+    "▁without ▁understanding , ▁and ▁void ; ▁and ▁darkness ▁was ▁upon ▁the ▁face ▁of ▁the ▁deep"
+).split()
+
+
+@pytest.mark.parametrize("H", [4, 16])
+@pytest.mark.parametrize("tokens", [VERSE, VERSE[:3]], ids=["30 words", "3 words"])
+def test_words_do_not_overlap(H, tokens):
+    layers = [random_layer(len(tokens), H, 7, 7, seed) for seed in range(3)]
+    figure = plot_windows.windows_figure(tokens, layers, "Encoder")
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    page = figure.bbox
+    for axis in figure.axes:
+        words = [text.get_window_extent(renderer) for text in axis.get_xticklabels()]
+        lines = [text.get_window_extent(renderer) for text in axis.get_yticklabels()]
+        assert len(words) == len(tokens)
+        assert all(a.x1 <= b.x0 for a, b in zip(words, words[1:]))
+        assert all(a.y0 >= b.y1 for a, b in zip(lines, lines[1:]))
+        title = axis._left_title.get_window_extent(renderer)
+        for box in (*words, *lines, title):
+            assert page.x0 <= box.x0 and box.x1 <= page.x1
+            assert page.y0 <= box.y0 and box.y1 <= page.y1
+        for other in figure.axes:  # what stands below a panel ends above the next
+            if other is not axis:
+                assert not any(box.overlaps(other.get_window_extent(renderer)) for box in words)
+                assert not title.overlaps(other._left_title.get_window_extent(renderer))
+        assert min(text.get_fontsize() for text in axis.get_xticklabels()) >= 8
+    assert max(figure.get_size_inches()) <= 26
+
+
+def test_a_head_is_at_least_a_pixel(tmp_path):
+    layers = [random_layer(40, 16, 31, 31)] * 2
+    figure = plot_windows.windows_figure(["word"] * 40, layers, "")
+    height = figure.axes[0].get_position().height * figure.get_size_inches()[1] * 120
+    _, _, top, bottom = bars(figure.axes[0], "token", (40, 16))
+    assert (bottom - top).min() * height / 40 > 1
+
+
+# --- The reach over a corpus ---
+
+
+def test_reach_counts(run, checkpoints, data, load, tmp_path):
+    corpus, targets = tmp_path / "corpus", tmp_path / "targets"
+    sentences = [(TEXT, TARGET), (TARGET, TEXT), ("w1", "w2 w3")]
+    corpus.write_text("".join(f"{source}\n" for source, _ in sentences))
+    targets.write_text("".join(f"{target}\n" for _, target in sentences))
+    status, printed, written, record = run("wmt", "--corpus", corpus, "--corpus-target", targets)
+    assert status == 0 and written == ["w.json", "w.reach.png"]
+
+    model, task = load(checkpoints["wmt"], data)
+    reached = {}
+    for source, target in sentences:
+        ends = expected_ends(model, [*number(source), 2], [2, *number(target)])
+        for side, layers in ends.items():
+            for n, (a_l, a_r) in enumerate(layers):
+                for t in range(len(a_l)):
+                    reached.setdefault((side, n, "left"), []).extend(t - a_l[t])
+                    reached.setdefault((side, n, "right"), []).extend(a_r[t] - t)
+    reaches = plot_windows.reach_over_corpus(
+        model, task, plot_windows.Cutter(), *map(list, zip(*sentences))
+    )
+    axes = iter(plot_windows.reach_figure(reaches).axes)
+    for side, layers in reaches.items():
+        assert record["reach"][side] == plot_windows.reach_record(layers)
+        for n, layer in enumerate(layers):
+            axis = next(axes)
+            for way, limit, sign in (("left", layer.max_left, -1), ("right", layer.max_right, 1)):
+                got = reached[side, n, way]
+                assert layer.windows == len(got)
+                assert math.isclose(layer.means[way], sum(got) / len(got), abs_tol=1e-4)
+                drawn = [bar for bar in axis.patches if bar.get_gid() == way]
+                if not limit:
+                    assert not drawn and not any(layer.counts[way])
+                    continue
+                counts = [0] * 20
+                for reach in got:
+                    counts[min(19, int(reach / limit * 20))] += 1
+                # A reach on the border of two bins may be rounded into either.
+                assert np.abs(np.cumsum(layer.counts[way]) - np.cumsum(counts)).max() <= 1
+                assert layer.counts[way].sum() == layer.asked[way].sum() == len(got)
+                # What is asked for is never less, and more where sentences end.
+                assert np.all(np.cumsum(layer.asked[way]) <= np.cumsum(layer.counts[way]))
+                shares = [bar.get_height() * len(got) / 100 for bar in drawn]
+                assert np.allclose(shares, layer.counts[way])
+                edges = [bar.get_x() for bar in drawn]
+                assert np.allclose(edges, sign * np.arange(20) * limit / 20)
+                (steps,) = (a for a in axis.patches if a.get_gid() == f"asked {way}")
+                assert np.allclose(steps.get_data().values * len(got) / 100, layer.asked[way])
+    assert next(axes, None) is None
+    assert np.any(reaches["encoder"][3].asked["left"] != reaches["encoder"][3].counts["left"])
+
+
+def test_without_targets_the_encoder_alone(checkpoints, data, load):
+    for name, side in (("iwslt", "encoder"), ("language model", "decoder")):
+        model = load(checkpoints[name], data)
+        reaches = plot_windows.reach_over_corpus(*model, plot_windows.Cutter(), [TARGET])
+        assert list(reaches) == [side]
+
+
+# --- Refusals ---
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["iwslt"], "--text: expected a sentence, or --corpus, got neither"),
+        (["iwslt", "--text", " "], "--text: expected words, got none"),
+        (["iwslt", "--text", "Así sea"], r"--text: expected pieces of the dictionary, got 2 unk"),
+        (["iwslt", "--text", "w1 " * 101], "--text: expected at most 99 pieces, got 101"),
+        (["iwslt", "--text", "w1", "--target", ""], "--target: expected words, got none"),
+        (["iwslt", "--target", "w1", "--corpus", "CORPUS"], "--text: expected a sentence with"),
+        (["language model", "--text", "w1", "--target", "w1"], "--target: expected none for a lan"),
+        (["transformer", "--text", "w1"], "CHECKPOINT: expected a TaLK model, got TransformerMo"),
+        (["unsafe", "--text", "w1"], "expected a checkpoint of fairseq in .*unsafe.pt, got the un"),
+        (["missing.pt", "--text", "w1"], "CHECKPOINT: expected a file, got missing.pt"),
+        (["iwslt", "--text", "w1", "--data", "gone"], "--data: expected a folder with dictionarie"),
+        (["iwslt", "--text", "w1", "--data", "EMPTY"], r"--data: .*got no .*dict\.es\.txt"),
+        (["iwslt", "--text", "w1", "--data", "OTHER"], "--data: expected the dictionaries that"),
+        (["iwslt", "--text", "w1", "--sentencepiece", "gone"], "--sentencepiece: expected a model"),
+        (["iwslt", "--text", "w1", "--sentencepiece", "CORPUS"], "--sentencepiece: expected a Sen"),
+        (["iwslt", "--text", "w1", "--corpus", "CORPUS"], "--corpus, line 2: expected words, got"),
+        (
+            ["iwslt", "--corpus", "CORPUS", "--corpus-target", "ONE"],
+            "--corpus-target: expected 3 l",
+        ),
+        (["iwslt", "--text", "w1", "--corpus-target", "ONE"], "--corpus: expected a file with"),
+        (["iwslt", "--corpus", "EMPTY"], "--corpus: expected a file, got"),
+    ],
+)
+def test_refusals(arguments, message, run, tmp_path):
+    places = {name: tmp_path / name.lower() for name in ("CORPUS", "ONE", "EMPTY", "OTHER")}
+    places["CORPUS"].write_text("w1\n\nw2\n")
+    places["ONE"].write_text("w1\n")
+    places["EMPTY"].mkdir()
+    places["OTHER"].mkdir()
+    for language in ("es", "en"):
+        (places["OTHER"] / f"dict.{language}.txt").write_text("w1 1\n")
+    status, printed, written, _ = run(*(places.get(word, word) for word in arguments))
+    assert status == 2 and written == []
+    assert len(printed.err.splitlines()) == 1 and printed.err.startswith("plot_windows.py: ")
+    assert re.search(message, printed.err), printed.err
+
+
+# --- Colours in grey ---
+
+
+def lightness(colour):
+    """CIE L* of a colour, 0 for black and 100 for white."""
+    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour))
+    Y = 0.2126 * r + 0.7152 * g + 0.0722 * b
+    return 116 * Y ** (1 / 3) - 16 if Y > 0.008856 else 903.3 * Y
+
+
+def test_colours_survive_greyscale():
+    def margin(some):
+        grey = sorted(map(lightness, some))
+        return min(b - a for a, b in zip(grey, grey[1:]))
+
+    figure = plot_windows.windows_figure(["w"] * 5, [random_layer(5, 2, 3, 3)], "")
+    drawn = [tuple(c.get_facecolor()[0, :3]) for c in figure.axes[0].collections]
+    assert len(set(drawn)) == 4
+    assert margin(drawn) > 15 and margin([*drawn, "white"]) > 8
+    for count in range(2, 9):
+        assert margin(colours(count)) > 60 / count - 1
+        assert lightness(colours(count)[-1]) < 85  # beside white paper
+
+
+# --- Logs and curves ---
+
+STARTS = (
+    "{'_name': None, 'common': {'_name': None}, 'checkpoint': {'_name': None, 'save_dir': "
+    "'%s'}, 'model': {'_name': '%s', 'dropout': 0.1}}"
+)
+NONE = "No existing checkpoint found runs/checkpoint_last.pt"
+LOADED = "Loaded checkpoint %s/checkpoint_last.pt (epoch 1 @ %d updates)"
+SAVED = "Saved checkpoint %s/checkpoint_last.pt (epoch 1 @ %d updates, score 1) (writing took 1 s)"
+
+
+class Log:
+    """Writes the lines of fairseq-train, each with a time, in one of its formats."""
+
+    def __init__(self, style="simple"):
+        self.style, self.lines = style, []
+
+    def say(self, second, message, logger="fairseq.trainer"):
+        time = f"2024-02-03 04:{second // 60:02d}:{second % 60:02d}"
+        if self.style == "hydra":
+            self.lines.append(f"[{time},250][{logger}][INFO] - {message}")
+        else:
+            self.lines.append(f"{time} | INFO | {logger} | {message}")
+
+    def start(self, second, folder="runs/a", arch="talkconv", loaded=None):
+        self.say(second, STARTS % (folder, arch), "fairseq_cli.train")
+        self.say(second, LOADED % loaded if loaded else NONE)
+        self.say(second, "begin training epoch 1")
+
+    def train(self, second, updates, loss):
+        values = {"loss": loss, "ppl": round(2**loss, 2), "num_updates": updates, "lr": 0.5}
+        values = {key: str(value) for key, value in {**values, "wall": 0}.items()}
+        if self.style == "json":
+            values = json.dumps({"epoch": 1, "update": 0.5, **values})
+        else:
+            values = ", ".join(f"{key}={value}" for key, value in values.items())
+            values = f"epoch 001: {updates:6d} / 90 {values}"
+        self.say(second, values, "train_inner")
+
+    def epoch(self, second, tag, updates, loss, **others):
+        values = {"loss": loss, "ppl": round(2 ** float(loss), 2), **others}
+        values["num_updates"] = updates
+        if self.style == "json":
+            values = {f"{tag}_{key}": str(value) for key, value in values.items()}
+            values = json.dumps({"epoch": 1, **values})
+        else:
+            on = "" if tag == "train" else f"valid on '{tag}' subset | "
+            values = f"epoch 001 | {on}" + " | ".join(f"{k} {v}" for k, v in values.items())
+        self.say(second, values, tag)
+
+    def write(self, path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{line}\n" for line in self.lines))
+        return path
+
+
+def resumed(style="simple"):
+    """A run that was killed after update 40, and resumed a minute later from update 20."""
+    log = Log(style)
+    log.start(10)
+    log.train(15, 10, 9.0)
+    log.train(20, 20, 8.0)
+    log.epoch(26, "valid", 20, 8.5, bleu=3.5)
+    log.say(28, SAVED % ("runs/a", 20), "fairseq.checkpoint_utils")
+    log.train(33, 30, 7.0)
+    log.train(38, 40, 6.0)
+    log.start(100, loaded=("runs/a", 20))
+    log.train(104, 35, 7.5)
+    log.train(109, 40, 6.5)
+    log.epoch(111, "valid", 40, 6.75, bleu=12.25)
+    log.epoch(112, "train", 40, 7.75)
+    return log
+
+
+def points(entries, *keys):
+    return [tuple(entry[key] for key in keys) for entry in entries]
+
+
+@pytest.mark.parametrize("style", ["simple", "json", "hydra"])
+def test_a_resumed_log_is_one_run(style, tmp_path):
+    run = read_log(resumed(style).write(tmp_path / "run" / "log.txt"))
+    assert list(run) == ["train", "valid"]
+    # The second session goes on with the 18 seconds at which its checkpoint was there.
+    train = [(10, 5, 9.0), (20, 10, 8.0), (35, 22, 7.5), (40, 27, 6.5)]
+    assert points(run["train"], "updates", "seconds", "loss") == train
+    assert points(run["train"], "ppl", "lr") == [(round(2**loss, 2), 0.5) for *_, loss in train]
+    valid = [(20, 16, 8.5, 3.5), (40, 29, 6.75, 12.25)]
+    assert points(run["valid"], "updates", "seconds", "loss", "bleu") == valid
+    assert read_log(tmp_path / "run") == run
+
+
+def test_curves_are_the_log(tmp_path):
+    a = read_log(resumed().write(tmp_path / "a.log"))
+    other = Log()
+    other.start(0)
+    other.epoch(200, "train", 50, 5.0)
+    other.epoch(400, "train", 100, 4.0)
+    b = read_log(other.write(tmp_path / "b.log"))
+    figure = curves_figure({"TaLK": [a, a], "other": b})
+    rows = ("loss", "perplexity", "BLEU")
+    assert [axis.get_ylabel() for axis in figure.axes[::2]] == [*rows, "learning rate"]
+    assert figure.axes[-1].get_xlabel() == "wall-clock, minutes"
+    for axis, key, x, unit in (
+        (figure.axes[0], "loss", "updates", 1),
+        (figure.axes[3], "ppl", "seconds", 60),
+        (figure.axes[4], "bleu", "updates", 1),
+    ):
+        curves = [("TaLK, training", a["train"])] * 2 + [("TaLK, validation", a["valid"])] * 2
+        curves = [c for c in (*curves, ("other, training", b["train"])) if key in c[1][0]]
+        drawn = sorted(axis.lines, key=lambda line: line.get_label())
+        assert [line.get_label() for line in drawn] == [label for label, _ in curves]
+        for line, (_, entries) in zip(drawn, curves):
+            assert np.allclose(line.get_xydata(), [(e[x] / unit, e[key]) for e in entries])
+    looks = {(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}
+    assert len(looks) == 2  # a look for each name
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert sorted(legend) == ["TaLK, training", "TaLK, validation", "other, training"]
+    only = curves_figure({"TaLK": a}, keys=["bleu"])
+    assert [axis.get_ylabel() for axis in only.axes] == ["BLEU", ""]
+    with pytest.raises(ValueError, match="^keys: expected some of what was logged, got rouge_1$"):
+        curves_figure({"TaLK": a}, keys=["rouge_1"])
+    with pytest.raises(ValueError, match="^runs: expected at least one run, got none$"):
+        curves_figure({})
+
+
+def two_runs():
+    """What the quick start of the language models leaves: two legs of each of two models."""
+    log = Log()
+    for start, arch in ((0, "transformer_lm"), (100, "talkconv_lm")):
+        log.start(start, f"q/{arch}/steady", arch)
+        log.train(start + 10, 10, 9.0)
+        log.say(start + 11, SAVED % (f"q/{arch}/steady", 10))
+        log.start(start + 20, f"q/{arch}/falling", arch, loaded=(f"q/{arch}/steady", 10))
+        log.train(start + 24, 20, 7.0)
+    return log
+
+
+def test_a_log_of_two_runs(tmp_path):
+    path = two_runs().write(tmp_path / "quick" / "log.txt")
+    runs = read_runs(path)
+    assert list(runs) == ["transformer_lm", "talkconv_lm"]
+    for run in runs.values():
+        assert points(run["train"], "updates", "seconds") == [(10, 10), (20, 15)]
+        assert run["valid"] == []
+    with pytest.raises(ValueError, match="expected the log of one run, got those of transformer_l"):
+        read_log(path)
+
+
+def test_a_run_begun_anew_replaces_the_first(tmp_path):
+    log = Log()
+    log.start(0)
+    log.train(10, 10, 9.0)
+    log.start(20)
+    log.train(25, 10, 8.0)
+    log.epoch(30, "train", 12, 8.5)
+    run = read_log(log.write(tmp_path / "log.txt"))
+    assert points(run["train"], "updates", "seconds", "loss") == [(10, 5, 8.0)]
+
+
+def test_epochs_subsets_and_logs_without_times(tmp_path):
+    log = Log()
+    log.start(0)
+    log.epoch(9, "valid", 10, 9.0)
+    log.epoch(9, "valid1", 10, 8.0)
+    log.epoch(10, "train", 10, "nan", wall=11)
+    run = read_log(log.write(tmp_path / "log.txt"))
+    assert points(run["valid1"], "updates", "loss") == [(10, 8.0)]
+    assert points(run["train"], "updates", "seconds") == [(10, 10)]
+    assert math.isnan(run["train"][0]["loss"])
+    bare = "\n".join(line.split(" | ", 3)[3] for line in log.lines)  # as --log-file leaves it
+    (tmp_path / "bare.log").write_text(bare)
+    run = read_log(tmp_path / "bare.log")
+    assert run["train"][0]["seconds"] == 11 and math.isnan(run["valid"][0]["seconds"])
+    curves_figure({"bare": run})
+
+
+def test_plot_training_command(tmp_path, capsys):
+    first = resumed().write(tmp_path / "first" / "log.txt")
+    two_runs().write(tmp_path / "two" / "log.txt")
+    output = tmp_path / "out" / "curves.png"
+    arguments = [str(first), f"second={first.parent}", str(tmp_path / "two")]
+    assert plot_training.main([*arguments, "--output", str(output)]) == 0
+    names = "first, second, two transformer_lm, two talkconv_lm"
+    assert capsys.readouterr().out == f"written: {output}, {names}\n"
+    assert output.read_bytes().endswith(b"IEND\xaeB`\x82")
+    assert [path.name for path in output.parent.iterdir()] == ["curves.png"]
+
+
+@pytest.mark.parametrize(
+    "runs, message",
+    [
+        (["gone"], "expected a log or a folder with one, got no such file"),
+        (["empty.log"], "expected a log of fairseq-train in the formats simple or json, got none"),
+        (["."], "expected one log of fairseq-train in the folder, got none"),
+        (["both"], r"expected one log of fairseq-train in the folder, got a.log and log.txt"),
+        (["both/log.txt", "both=both/a.log"], "RUN: expected different names, got 'both' twice"),
+    ],
+)
+def test_plot_training_refusals(runs, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.log").write_text("nothing\n")
+    for name in ("a.log", "log.txt"):
+        resumed().write(tmp_path / "both" / name)
+    assert plot_training.main([*runs, "--output", "curves.png"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "curves.png").exists()
