@@ -38,6 +38,14 @@ class _RetainsDropout(nn.Module):
         return self.training or self.retain_dropout
 
 
+def _spread_biases(heads, sides):
+    """Biases from -4 to 2, whose sigmoids are 0.02 to 0.88: on two sides all pairs of them."""
+    if sides == 1:
+        return torch.linspace(-4, 2, heads)
+    values = torch.linspace(-4, 2, math.ceil(math.sqrt(heads)))
+    return torch.cartesian_prod(values, values)[:heads].t().reshape(-1)
+
+
 class TaLKConv(_RetainsDropout):
     """Predicts at each time step how far each head looks, and sums over that window.
 
@@ -51,12 +59,23 @@ class TaLKConv(_RetainsDropout):
         max_right: likewise to the right; 0 makes the module causal, with no right offset.
         offset_dropout: probability of dropping an offset, which shrinks that side to nothing.
         normalize: divide by the largest window (section 3.2); off in the paper's ablation only.
+        spread: let heads begin with windows of all lengths, by the biases of the offsets, rather
+            than all with half of the largest. Not in the paper.
 
     Raises:
         ValueError: H does not divide C, a window is negative, or a probability outside [0, 1).
     """
 
-    def __init__(self, channels, heads, max_left, max_right=0, offset_dropout=0.0, normalize=True):
+    def __init__(
+        self,
+        channels,
+        heads,
+        max_left,
+        max_right=0,
+        offset_dropout=0.0,
+        normalize=True,
+        spread=False,
+    ):
         super().__init__()
         if heads < 1 or channels % heads:
             raise ValueError(f"heads: expected a divisor of channels = {channels}, got {heads}")
@@ -70,6 +89,9 @@ class TaLKConv(_RetainsDropout):
         self.offsets = nn.Linear(channels, heads if max_right == 0 else 2 * heads)
         nn.init.xavier_uniform_(self.offsets.weight)
         nn.init.zeros_(self.offsets.bias)
+        if spread:
+            with torch.no_grad():
+                self.offsets.bias.copy_(_spread_biases(heads, sides=1 if max_right == 0 else 2))
 
     def extra_repr(self):
         return (
@@ -114,6 +136,55 @@ class TaLKConv(_RetainsDropout):
         return out if self.normalize else out * (self.max_left + self.max_right + 1)
 
 
+class ShortConv(nn.Module):
+    """A depthwise convolution over K neighbouring tokens, which begins close to the identity.
+
+    A window weighs its tokens alike, whatever their order; this tells neighbours apart. Not in the
+    paper. ``out[t] = sum(weight[k] * x[t - left + k] for k in range(K))``, with zeros beyond the
+    ends; ``left`` is ``K - 1`` for a causal one, else ``K // 2``.
+
+    Args:
+        channels: C.
+        K: taps, at least 1.
+        causal: read no token to the right.
+
+    Raises:
+        ValueError: K is below 1.
+    """
+
+    def __init__(self, channels, K, causal):
+        super().__init__()
+        if int(K) != K or K < 1:
+            raise ValueError(f"short_kernel: expected a whole number of tokens >= 1, got {K}")
+        self.left = K - 1 if causal else K // 2
+        self.right = K - 1 - self.left
+        self.weight = nn.Parameter(torch.empty(K, channels))
+        nn.init.normal_(self.weight, std=0.2)
+        with torch.no_grad():
+            self.weight[self.left] += 1
+
+    def extra_repr(self):
+        return f"{self.weight.shape[1]}, taps={len(self.weight)}, right={self.right}"
+
+    def forward(self, x):
+        """x (T, B, C) -> (T, B, C)."""
+        return self._sum(F.pad(x, (0, 0, 0, 0, self.left, self.right)))
+
+    def step(self, x, recent=None):
+        """Outputs for the new steps `x` (S, B, C) of a causal one, and the inputs to remember."""
+        if recent is None:
+            recent = x.new_zeros(self.left, *x.shape[1:])
+        x = torch.cat([recent, x])
+        return self._sum(x), x[x.shape[0] - self.left :]
+
+    def _sum(self, padded):
+        T = padded.shape[0] - self.left - self.right
+        out = padded[:T] * self.weight[0]
+        for k in range(1, len(self.weight)):
+            out = torch.addcmul(out, padded[k : k + T], self.weight[k])
+        return out
+
+
 class TaLKConvUnit(_RetainsDropout):
     """The sub-block of figure 2 of the paper, called as fairseq calls a self-attention.
 
@@ -122,10 +193,12 @@ class TaLKConvUnit(_RetainsDropout):
     `incremental_state`.
 
     Args:
-        channels, heads, max_left, max_right, offset_dropout, normalize: as :class:`TaLKConv`.
+        channels, heads, max_left, max_right, offset_dropout, normalize, spread: as
+            :class:`TaLKConv`.
         glu: gate the first projection.
         input_dropout: probability of dropping an element of the unit's input.
         conv_channels: channels of the convolution, between the two projections (default: C).
+        short_kernel: taps of a :class:`ShortConv` before the windows; 0 for none, as in the paper.
     """
 
     def __init__(
@@ -140,13 +213,20 @@ class TaLKConvUnit(_RetainsDropout):
         offset_dropout=0.0,
         normalize=True,
         conv_channels=None,
+        spread=False,
+        short_kernel=0,
     ):
         super().__init__()
         _check_probability("input_dropout", input_dropout)
         conv_channels = channels if conv_channels is None else conv_channels
         self.glu, self.input_dropout = glu, input_dropout
         self.linear1 = nn.Linear(channels, 2 * conv_channels if glu else conv_channels)
-        self.conv = TaLKConv(conv_channels, heads, max_left, max_right, offset_dropout, normalize)
+        self.short = (
+            ShortConv(conv_channels, short_kernel, max_right == 0) if short_kernel else None
+        )
+        self.conv = TaLKConv(
+            conv_channels, heads, max_left, max_right, offset_dropout, normalize, spread
+        )
         self.linear2 = nn.Linear(conv_channels, channels)
         for linear in (self.linear1, self.linear2):
             nn.init.xavier_uniform_(linear.weight)
@@ -176,14 +256,22 @@ class TaLKConvUnit(_RetainsDropout):
         x = self.linear1(x)
         if self.glu:
             x = F.glu(x, dim=-1)
-        if key_padding_mask is not None:
-            x = x.masked_fill(key_padding_mask.t().unsqueeze(-1), 0)
+        padding = None if key_padding_mask is None else key_padding_mask.t().unsqueeze(-1)
+        if padding is not None:
+            # In place: neither a Linear nor a GLU needs its output again.
+            x = x.masked_fill_(padding, 0)
         if incremental_state is None:
+            if self.short is not None:
+                x = self.short(x)
+                if padding is not None:  # which has neighbours
+                    x = x.masked_fill(padding, 0)
             x = self.conv(x)
         else:
-            state = self._get_input_buffer(incremental_state).get("state")
-            x, state = self.conv.step(x, state)
-            self._set_input_buffer(incremental_state, {"state": state})
+            buffer = self._get_input_buffer(incremental_state)
+            if self.short is not None:
+                x, buffer["recent"] = self.short.step(x, buffer.get("recent"))
+            x, buffer["state"] = self.conv.step(x, buffer.get("state"))
+            self._set_input_buffer(incremental_state, buffer)
         return self.linear2(x), None
 
     def _get_input_buffer(self, incremental_state):
@@ -194,6 +282,8 @@ class TaLKConvUnit(_RetainsDropout):
 
     def reorder_incremental_state(self, incremental_state, new_order):
         """Follow a beam search that keeps, drops or repeats rows of the batch."""
-        state = self._get_input_buffer(incremental_state).get("state")
-        if state is not None:
-            state.reorder(new_order)
+        buffer = self._get_input_buffer(incremental_state)
+        if "state" in buffer:
+            buffer["state"].reorder(new_order)
+        if "recent" in buffer:
+            buffer["recent"] = buffer["recent"].index_select(1, new_order)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from talk_fairseq import TaLKConv, TaLKConvUnit
+from talk_fairseq.modules import ShortConv
 
 
 @pytest.fixture(autouse=True)
@@ -57,10 +58,40 @@ def test_offset_dropout_only_in_training():
     assert torch.allclose(dropped[dropped > 0], 2 * kept[dropped > 0])
 
 
+@pytest.mark.parametrize("heads", [1, 2, 4, 7, 16])
+def test_spread_offsets_begin_between_nothing_and_the_largest_window(heads):
+    causal = TaLKConv(112, heads, 9, spread=True)
+    left, none = causal.predict_offsets(torch.zeros(1, 1, 112))
+    assert none is None and len(set(left.flatten().tolist())) == heads
+    assert 0.017 < left.min() and left.max() < 0.89
+    both = TaLKConv(112, heads, 9, 9, spread=True)
+    pairs = torch.stack(both.predict_offsets(torch.zeros(1, 1, 112))).reshape(2, heads)
+    assert len(set(zip(*pairs.tolist()))) == heads
+    assert 0.017 < pairs.min() and pairs.max() < 0.89
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("K", [1, 2, 3, 5])
+def test_short_conv_is_a_depthwise_convolution(K, causal):
+    conv = ShortConv(6, K, causal)
+    x = torch.randn(11, 2, 6)
+    left = K - 1 if causal else K // 2
+    padded = torch.nn.functional.pad(x.permute(1, 2, 0), (left, K - 1 - left))
+    expected = torch.nn.functional.conv1d(padded, conv.weight.t().unsqueeze(1), groups=6)
+    assert torch.allclose(conv(x), expected.permute(2, 0, 1), atol=1e-5)
+    assert (conv.weight[left] - 1).abs().mean() < 0.5  # close to the identity
+
+
+def test_a_short_conv_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="short_kernel: expected a whole number of tokens >= 1"):
+        TaLKConvUnit(8, 2, 5, short_kernel=-1)
+
+
 @pytest.mark.parametrize("glu", [True, False])
 @pytest.mark.parametrize("max_right", [0, 4])
-def test_padding_changes_nothing(glu, max_right):
-    unit = TaLKConvUnit(8, 2, 5, max_right, glu=glu).eval()
+@pytest.mark.parametrize("short_kernel", [0, 3])
+def test_padding_changes_nothing(glu, max_right, short_kernel):
+    unit = TaLKConvUnit(8, 2, 5, max_right, glu=glu, short_kernel=short_kernel).eval()
     x = torch.randn(9, 1, 8)
     alone, weights = unit(x)
     assert weights is None
@@ -73,9 +104,11 @@ def test_padding_changes_nothing(glu, max_right):
 
 
 @pytest.mark.parametrize("chunks", [[1] * 30, [30], [4, 1, 1, 17, 7], [29, 1]], ids=str)
-@pytest.mark.parametrize("max_left", [0, 1, 7, 100])
-def test_steps_equal_a_full_pass(max_left, chunks):
-    unit = TaLKConvUnit(8, 2, max_left).eval()
+@pytest.mark.parametrize(
+    "max_left, short_kernel", [(0, 0), (1, 0), (7, 0), (100, 0), (7, 1), (7, 4)]
+)
+def test_steps_equal_a_full_pass(max_left, short_kernel, chunks):
+    unit = TaLKConvUnit(8, 2, max_left, short_kernel=short_kernel).eval()
     x = torch.randn(30, 3, 8)
     expected, _ = unit(x)
     state, outs = {}, []
@@ -86,8 +119,9 @@ def test_steps_equal_a_full_pass(max_left, chunks):
     assert torch.allclose(torch.cat(outs), expected, rtol=0, atol=1e-5)
 
 
-def test_state_follows_a_beam_search():
-    unit = TaLKConvUnit(8, 2, 6).eval()
+@pytest.mark.parametrize("short_kernel", [0, 3])
+def test_state_follows_a_beam_search(short_kernel):
+    unit = TaLKConvUnit(8, 2, 6, short_kernel=short_kernel).eval()
     x = torch.randn(12, 3, 8)
     order = torch.tensor([2, 0, 0, 1])
     state = {}

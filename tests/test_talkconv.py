@@ -139,6 +139,27 @@ def test_archs(arch, source):
         assert million == pytest.approx(want["million"], rel=0.01)
 
 
+@pytest.mark.parametrize(
+    "plus, paper",
+    [
+        ("talkconv_plus", "talkconv"),
+        ("talkconv_plus_iwslt_de_en", "talkconv_iwslt_de_en"),
+        ("talkconv_plus_wmt_en_de_big", "talkconv_wmt_en_de_big"),
+    ],
+)
+def test_archs_beyond_the_paper_only_add_to_the_papers(plus, paper):
+    ours, theirs = (build(from_flags("--arch", arch), 100, 100) for arch in (plus, paper))
+    added = {f"{name}: {tuple(p.shape)}" for name, p in ours.named_parameters()}
+    added -= {f"{name}: {tuple(p.shape)}" for name, p in theirs.named_parameters()}
+    C = ours.encoder.layers[0].embed_dim
+    assert added == {
+        f"{side}.layers.{n}.self_attn.short.weight: (3, {C})"
+        for side, layers in (("encoder", 7), ("decoder", 6))
+        for n in range(layers)
+    }
+    assert not any(unit.short for side in ("encoder", "decoder") for unit in units(theirs, side))
+
+
 def test_iwslt_with_glu_has_the_papers_42_million():
     cfg = from_flags("--arch", "talkconv_iwslt_de_en", "--encoder-glu", "--decoder-glu")
     million = sum(p.numel() for p in build(cfg, 8848, 6632).parameters()) / 1e6
@@ -306,6 +327,15 @@ def test_decoder_is_causal(model):
     changed[:, 17:] = 5
     assert torch.allclose(model(source, lengths, changed)[0][:, :17], logits[:, :17], atol=1e-6)
     assert not torch.allclose(model(source, lengths, changed)[0][:, 17:], logits[:, 17:], atol=1e-3)
+
+
+def test_a_short_convolution_and_spread_offsets_by_flags():
+    flags = ["--arch", "talkconv", *SMALL, "--encoder-short-kernel", "5", "--spread-offsets"]
+    model = build_model(from_flags(*flags), task(99))
+    for unit in units(model, "encoder"):
+        assert unit.short.weight.shape[0] == 5 and unit.short.right == 2
+        assert unit.conv.offsets.bias.unique().numel() > 1
+    assert not any(unit.short for unit in units(model, "decoder"))
 
 
 def test_incremental_decoding_equals_a_full_pass(model):

@@ -79,6 +79,13 @@ class TaLKConvUnitConfig:
     talk_normalize: bool = field(
         default=True, metadata={"help": "divide each window's sum by the largest window"}
     )
+    spread_offsets: bool = field(
+        default=False, metadata={"help": "begin with windows of all lengths, one a head"}
+    )
+    decoder_short_kernel: int = field(
+        default=0,
+        metadata={"help": "taps of a depthwise convolution before the decoder's windows (0: none)"},
+    )
     offset_dropout: float = field(
         default=0.1, metadata={"help": "probability of dropping an offset"}
     )
@@ -109,6 +116,10 @@ class TaLKConvConfig(TaLKConvUnitConfig, _flat_transformer_config()):
     )
     encoder_glu: bool = field(
         default=True, metadata={"help": "gate the first projection of the encoder's units"}
+    )
+    encoder_short_kernel: int = field(
+        default=0,
+        metadata={"help": "taps of a depthwise convolution before the encoder's windows (0: none)"},
     )
 
 
@@ -238,6 +249,8 @@ def build_unit(cfg, side, heads, window):
         offset_dropout=cfg.offset_dropout,
         normalize=cfg.talk_normalize,
         conv_channels=side.conv_dim,
+        spread=cfg.spread_offsets,
+        short_kernel=side.short_kernel,
     )
     for linear in (unit.linear1, unit.linear2):
         quant_noise(linear, cfg.quant_noise.pq, cfg.quant_noise.pq_block_size)
@@ -399,6 +412,10 @@ class TaLKConvModel(TransformerModelBase):
         return TaLKConvDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
 
 
+# --- Beyond the paper: what made the small models of scripts/compare.sh better ---
+
+_PLUS = {"spread_offsets": True, "encoder_short_kernel": 3, "decoder_short_kernel": 3}
+
 # --- The paper's models (appendix A); all of them post-norm, with Swish ---
 
 
@@ -416,21 +433,25 @@ def _sizes(embed_dim, ffn_embed_dim, heads):
 
 
 _DROPOUTS = {"dropout": 0.3, "attention_dropout": 0.1, "offset_dropout": 0.1, "input_dropout": 0.1}
+_IWSLT = {
+    **_sizes(512, 1024, 4),
+    **_DROPOUTS,
+    "input_dropout": 0.0,
+    "encoder_max_left": "1,3,7,15x4",
+    "decoder_max_left": "1,3,7,15x3",
+    "encoder_glu": False,
+    "decoder_glu": False,
+}
 _BIG = {**_sizes(1024, 4096, 16), **_DROPOUTS}
 _CNN_DM = {**_sizes(512, 2048, 8), **_DROPOUTS}
 
 register_archs(
     "talkconv",
     {
-        "talkconv_iwslt_de_en": {
-            **_sizes(512, 1024, 4),
-            **_DROPOUTS,
-            "input_dropout": 0.0,
-            "encoder_max_left": "1,3,7,15x4",
-            "decoder_max_left": "1,3,7,15x3",
-            "encoder_glu": False,
-            "decoder_glu": False,
-        },
+        "talkconv_iwslt_de_en": _IWSLT,
+        "talkconv_plus": _PLUS,
+        "talkconv_plus_iwslt_de_en": {**_IWSLT, **_PLUS},
+        "talkconv_plus_wmt_en_de_big": {**_BIG, **_PLUS},
         "talkconv_wmt_en_de_big": _BIG,
         # Small decoders, for speed.
         "talkconv_wmt_en_de_big_1_decoder_layer": {

@@ -202,6 +202,7 @@ _BIG = {
 register_archs(
     "talkconv_lm",
     {
+        "talkconv_plus_lm": {"spread_offsets": True, "decoder_short_kernel": 3},
         "talkconv_lm_big": {**_BIG, "decoder_layers": 12, "decoder_max_left": "3,7,15,31x9"},
         # The paper's model (appendix A): no final norm, and everything tied that can be.
         "talkconv_lm_wiki103": {
