@@ -19,6 +19,8 @@ import zlib
 from pathlib import Path
 
 SPLITS = ("train", "valid", "test")
+EXPANDS = 100  # times its size at most, what is gzipped; text is packed to a tenth at best
+SMALL = 1 << 24  # bytes that any file may hold
 LONGEST = 1000  # pieces of a sentence to translate; the models take 1,024 positions
 
 
@@ -32,11 +34,19 @@ def read_sentences(folder, name):
         path = folder / f"{name}.gz"
     if not path.exists():
         raise ValueError(f"{folder / name}: no such file, nor with .gz")
+    most = EXPANDS * path.stat().st_size + SMALL
     try:
-        content = path.read_bytes()
-        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            content = file.read(most + 1)
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: not readable as UTF-8 text: {error}") from None
+    if len(content) > most:
+        raise ValueError(f"{path}: over {most:,} bytes are packed in it; expected text")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}: not readable as UTF-8 text: line {line}: {error}") from None
     # Not splitlines(): only line feeds end a sentence, for fairseq too.
     lines = [" ".join(line.split()) for line in text.removesuffix("\n").split("\n")]
     if not any(lines):
@@ -96,8 +106,12 @@ def write_lines(path, lines):
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
-def prepare(corpus, languages, vocabulary, output):
-    """Write the folder ``output``, whole or not at all; return ``{name: number of pieces}``."""
+def prepare(corpus, languages, vocabulary, output, cut_source=None):
+    """Write the folder ``output``, whole or not at all; return ``{name: number of pieces}``.
+
+    Of each source `cut_source` pieces are left, if it is given. Raises ValueError for a sentence to
+    translate that is too long, and as :func:`learn_pieces`.
+    """
     partial = output.with_name(output.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     (partial / "pieces").mkdir(parents=True)
@@ -105,6 +119,8 @@ def prepare(corpus, languages, vocabulary, output):
     counts = {}
     for name, sentences in corpus.items():
         encoded = pieces.encode(sentences, out_type=str)
+        if cut_source is not None and name.endswith(f".{languages[0]}"):
+            encoded = [sentence[:cut_source] for sentence in encoded]
         longest = max(map(len, encoded))
         if len(languages) == 2 and longest > LONGEST:
             raise ValueError(f"{name}: expected at most {LONGEST} pieces a sentence, got {longest}")
@@ -124,10 +140,15 @@ def main():
     parser.add_argument("--source-lang", required=True)
     parser.add_argument("--target-lang", help="leave out for a corpus of one language")
     parser.add_argument("--vocabulary", type=int, default=4000, help="pieces to learn (4000)")
+    parser.add_argument(
+        "--cut-source", type=int, metavar="N", help="keep the first N pieces of each source"
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--output", type=Path, help="folder to write")
     what.add_argument("--check", action="store_true", help="only check the corpus")
     args = parser.parse_args()
+    if args.cut_source is not None and args.cut_source < 1:
+        parser.error(f"--cut-source: expected at least 1 piece, got {args.cut_source}")
     languages = [args.source_lang]
     if args.target_lang is not None:
         languages.append(args.target_lang)
@@ -135,7 +156,7 @@ def main():
         corpus = read_corpus(args.data, languages)
         if args.check:
             return
-        counts = prepare(corpus, languages, args.vocabulary, args.output)
+        counts = prepare(corpus, languages, args.vocabulary, args.output, args.cut_source)
     except (OSError, ValueError) as error:
         print(f"prepare_corpus.py: {error}", file=sys.stderr)
         sys.exit(2)
