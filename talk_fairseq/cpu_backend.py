@@ -207,7 +207,10 @@ def _jit(function):
 def _forward_kernel(
     x, u_left, u_right, reach_left, reach_right, scale, out, chunk, group, ring, first, tasks, step
 ):
-    """out[t] = (P(t + 1 + u_r) - P(t - u_l)) * scale, with P[k] = x[0] + ... + x[k - 1].
+    """out[t] = (P(t + 1 + u_r) - P(t - u_l)) * scale, with P[k] = x[begin] + ... + x[k - 1].
+
+    P[begin] is 0, and an earlier P[k] minus the sum of what lies between: what is rounded does
+    not depend on `reach_left`, which other sentences may have lengthened.
 
     At time t the ring holds the rows P[t - reach_left] to P[t + 1 + reach_right].
     """
@@ -220,8 +223,16 @@ def _forward_kernel(
         b = task // groups % B
         h0 = task % groups * group
         h1 = min(h0 + group, H)
-        k = max(begin - reach_left, 0)
-        ring[k & mask, :] = 0.0
+        ring[begin & mask, :] = 0.0
+        for k in range(begin - 1, max(begin - reach_left, 0) - 1, -1):
+            for h in range(h0, h1):
+                lo = (h - h0) * R
+                before = ring[k & mask, lo : lo + R]
+                after = ring[(k + 1) & mask, lo : lo + R]
+                row = x[k, b, h]
+                for r in range(R):
+                    before[r] = after[r] - row[r]
+        k = begin
         for t in range(begin, end):
             while k < min(t + 1 + reach_right, T):
                 for h in range(h0, h1):
@@ -312,7 +323,7 @@ def _backward_kernel(
                             cut = near[right & mask, lo : lo + R]
                             d_right[t, b, h] = _dot(g, cut) * max_right * scale
 
-                if right + 1 < begin:
+                if right < begin:  # it ends, with a part of row `right`, before this chunk
                     continue
                 # Rows before this chunk are summed into its first row; rows after it are not ours.
                 _add(ring, max(left, begin), end, lo, g, 1.0 - f_left)
@@ -418,7 +429,7 @@ def _column(origin, slot, b):
 def _dot(a, b):
     total = 0.0
     for r in range(a.shape[0]):
-        total += a[r] * b[r]
+        total += np.float64(a[r]) * b[r]
     return total
 
 

@@ -25,12 +25,12 @@ def talk_conv_reference(x, offset_left, offset_right, max_left, max_right):
 
     whole, fraction = _split(offset_right, max_right, T - 1 - time, time, wide)
     out = _rows(prefix, time + 1 + whole)
-    # The row beyond the last is only ever read with a fraction of 0.
-    out = out + fraction[..., None] * _rows(rows, (time + 1 + whole).clamp(max=T - 1))
+    # Where nothing is cut, a row of the window: 0 times a NaN outside it would be NaN.
+    out = out + fraction[..., None] * _rows(rows, time + whole + (fraction > 0).long())
 
     whole, fraction = _split(offset_left, max_left, time, time, wide)
     out = out - _rows(prefix, time - whole)
-    out = out + fraction[..., None] * _rows(rows, (time - whole - 1).clamp(min=0))
+    out = out + fraction[..., None] * _rows(rows, time - whole - (fraction > 0).long())
     return (out / (max_left + max_right + 1)).reshape(T, B, C).to(x.dtype)
 
 
