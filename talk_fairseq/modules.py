@@ -258,8 +258,7 @@ class TaLKConvUnit(_RetainsDropout):
             x = F.glu(x, dim=-1)
         padding = None if key_padding_mask is None else key_padding_mask.t().unsqueeze(-1)
         if padding is not None:
-            # In place: neither a Linear nor a GLU needs its output again.
-            x = x.masked_fill_(padding, 0)
+            x = x.masked_fill(padding, 0)
         if incremental_state is None:
             if self.short is not None:
                 x = self.short(x)
