@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
 
-from talk_fairseq.compat import read_checkpoint
+from talk_fairseq.checkpoint_files import read_checkpoint
 
 # The number in brackets orders the files.
 EPOCHS = r"checkpoint(\d+)\.pt"
@@ -58,7 +58,8 @@ def _maximizes(state):
 def average_checkpoints(paths):
     """The last checkpoint of ``paths``, with the mean of all in place of its parameters.
 
-    Raises ValueError where keys or shapes differ or a file is broken, OSError where one is missing.
+    Raises ValueError where keys, shapes or kinds of numbers differ or a file is broken, OSError
+    where one is missing.
     """
     sums, shapes = {}, None
     for path in paths:
@@ -66,7 +67,7 @@ def average_checkpoints(paths):
         state = read_checkpoint(path, mmap=True)  # the optimizer's state stays on disk
         state.pop("last_optimizer_state", None)
         model = state["model"]
-        here = {key: getattr(value, "shape", None) for key, value in model.items()}
+        here = {key: (value.shape, value.is_floating_point()) for key, value in model.items()}
         shapes = shapes or here
         for key in sorted(shapes.keys() | here.keys()):
             if shapes.get(key, "no such key") != here.get(key, "no such key"):
@@ -75,7 +76,7 @@ def average_checkpoints(paths):
                     f"expected {key} with {wanted} as in {paths[0]}, got {got} in {path}"
                 )
         for key, value in model.items():
-            if torch.is_tensor(value) and value.is_floating_point():
+            if value.is_floating_point():
                 if key in sums:
                     sums[key].add_(value)
                 else:
@@ -94,12 +95,14 @@ def _first_names(model):
     return {
         key: names.setdefault((value.data_ptr(), value.dtype, value.shape, value.stride()), key)
         for key, value in model.items()
-        if torch.is_tensor(value)
     }
 
 
 def _describe(shapes, key):
-    return f"shape {tuple(shapes[key] or ())}" if key in shapes else "no such key"
+    if key not in shapes:
+        return "no such key"
+    shape, floating = shapes[key]
+    return f"shape {tuple(shape)}" + ("" if floating else " of integers")
 
 
 def save(state, path):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
 
-from talk_fairseq.compat import read_checkpoint
+from talk_fairseq.checkpoint_files import read_checkpoint
 
 END, UNKNOWN = "</s>", "<unk>"
 HEADER = ("model", "parameters", "updates", "seconds", "test tokens", "ppl/token", "ppl/word")

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from train import CONFIGS, ROOT, BadInput, check_options, flat, read_config, with_overrides
 
 import talk_fairseq  # noqa: F401  registers the models and mends fairseq
-from talk_fairseq.compat import read_checkpoint
+from talk_fairseq.checkpoint_files import read_checkpoint
 from talk_fairseq.rouge import rouge
 from talk_fairseq.rouge import version as rouge_version
 

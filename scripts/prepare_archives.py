@@ -1,14 +1,17 @@
 """Files of a data set: downloaded, found in folders, read out of archives that nobody vouches for.
 
 Nothing is unpacked under a name that an archive chose: wanted files are copied to names of ours,
-and an archive with a link, or a name that leads out of it, is refused.
+and an archive with a link, a name that leads out of it or far more than its size is refused.
 """
 
 import filecmp
 import gzip
+import lzma
 import os
 import re
 import shutil
+import stat
+import struct
 import subprocess
 import sys
 import tarfile
@@ -19,7 +22,26 @@ from urllib.parse import urlparse
 
 URL = re.compile(r"(https?|ftp|file)://", re.IGNORECASE)
 SUFFIXES = (".tgz", ".tar.gz", ".tar", ".zip")
-DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError, zipfile.BadZipFile)
+# What reading a damaged archive raises; RuntimeError and NotImplementedError: encrypted ones, and
+# those of other compressions.
+DAMAGED = (EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, struct.error)
+DAMAGED += (zipfile.BadZipFile, NotImplementedError, RuntimeError, UnicodeDecodeError)
+EXPANDS = 100  # times at most: text is packed to a tenth at best, a bomb to a thousandth
+SMALL = 1 << 24  # bytes that any archive may hold
+
+
+class Bounded:
+    """An open file that is read as long as it gives no more than `most` bytes."""
+
+    def __init__(self, file, path, most):
+        self.file, self.path, self.most, self.given = file, path, most, 0
+
+    def read(self, size):
+        data = self.file.read(size)
+        self.given += len(data)
+        if self.given > self.most:
+            raise ValueError(f"{self.path}: refused: over {self.most:,} bytes are packed in it")
+        return data
 
 
 def download(url, folder):
@@ -54,19 +76,42 @@ def download(url, folder):
     return path
 
 
+KINDS = {
+    stat.S_IFLNK: "link",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+    stat.S_IFIFO: "pipe",
+    stat.S_IFSOCK: "socket",
+}
+
+
+def kind_of(info):
+    """What a member of a tar is; a sparse file has more bytes than the archive has for it."""
+    if info.issym() or info.islnk():
+        return "link"
+    if info.isdir():
+        return "folder"
+    if info.issparse():
+        return "sparse file"
+    return "file" if info.isfile() else "pipe" if info.isfifo() else "device"
+
+
 def read_members(path, take):
     """Call ``take(name, stream)`` for every file in a tar (also gzipped) or zip archive, in order.
 
     Reads it to its end, checksums included. Raises ValueError for what is no archive or not all of
-    one, and for an archive that holds a link or a name that leads out of it.
+    one, for an archive that holds a link, a device or a name that leads out of it, and for one
+    that holds `EXPANDS` times its size.
     """
+    most = EXPANDS * path.stat().st_size + SMALL
 
-    def member(name, is_link, is_file, open_member):
-        if is_link:
-            raise ValueError(f"{path}: refused: {name} in it is a link")
+    def member(name, kind, open_member):
+        shown = name if name.isprintable() else ascii(name)
+        if kind not in ("file", "folder"):
+            raise ValueError(f"{path}: refused: {shown} in it is a {kind}")
         if name.startswith(("/", "\\")) or ".." in re.split(r"[/\\]", name):
-            raise ValueError(f"{path}: refused: {name} in it leads out of the archive")
-        if is_file:
+            raise ValueError(f"{path}: refused: {shown} in it leads out of the archive")
+        if kind == "file":
             with open_member() as stream:
                 take(name, stream)
 
@@ -75,25 +120,24 @@ def read_members(path, take):
     try:
         if magic == b"PK\x03\x04":
             with zipfile.ZipFile(path) as archive:
+                if sum(info.file_size for info in archive.infolist()) > most:
+                    raise ValueError(f"{path}: refused: over {most:,} bytes are packed in it")
                 for info in archive.infolist():
-                    is_link = (info.external_attr >> 28) == 0o12  # the mode of a Unix link
-                    member(
-                        info.filename,
-                        is_link,
-                        not info.is_dir(),
-                        lambda info=info: archive.open(info),
-                    )
+                    mode = info.external_attr >> 16  # of Unix; 0 from elsewhere
+                    kind = "folder" if info.is_dir() else KINDS.get(stat.S_IFMT(mode), "file")
+                    member(info.filename, kind, lambda info=info: archive.open(info))
             return
         opened = gzip.open if magic[:2] == b"\x1f\x8b" else open
-        with opened(path, "rb") as file, tarfile.open(fileobj=file, mode="r|") as archive:
-            for info in archive:
-                is_link = info.issym() or info.islnk()
-                member(
-                    info.name, is_link, info.isfile(), lambda info=info: archive.extractfile(info)
-                )
+        with opened(path, "rb") as unpacked:
+            file = Bounded(unpacked, path, most)
+            with tarfile.open(fileobj=file, mode="r|") as archive:
+                for info in archive:
+                    member(info.name, kind_of(info), lambda info=info: archive.extractfile(info))
             while file.read(1 << 20):  # to the checksum of the gzip
                 pass
-    except DAMAGED as error:
+    except (*DAMAGED, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the disk, not of the archive
         raise ValueError(
             f"{path}: expected a whole tar or zip archive, got {error}; get it again"
         ) from None

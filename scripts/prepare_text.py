@@ -18,6 +18,7 @@ from itertools import chain, islice, zip_longest
 
 # What Python or a reader after us may take for the end of a line, though it is none here.
 BREAKS = dict.fromkeys(map(ord, "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"), " ")
+LONGEST_LINE = 10_000_000  # bytes; in what is gzipped a line could be of any length
 CHUNK = 1000  # pairs that a worker is given at a time
 
 
@@ -28,14 +29,18 @@ def lines_of(path):
     """The lines of a UTF-8 text, also gzipped, without surrounding space.
 
     Bytes that are not UTF-8 become U+FFFD; how many lines had some is said at the end. Raises
-    ValueError for gzip that is damaged or incomplete.
+    ValueError for gzip that is damaged or incomplete, and for a line over `LONGEST_LINE`.
     """
     with open(path, "rb") as file:
         opened = gzip.open if file.read(2) == b"\x1f\x8b" else open
     damaged = 0
     try:
         with opened(path, "rb") as file:
-            for number, line in enumerate(file):
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b"")):
+                if len(line) > LONGEST_LINE:
+                    raise ValueError(
+                        f"{path}: line {number + 1}: expected at most {LONGEST_LINE:,} bytes"
+                    )
                 try:
                     text = line.decode("utf-8")
                 except UnicodeDecodeError:

@@ -427,6 +427,9 @@ def plan(args):
     environment = {"PYTHONWARNINGS": "ignore"}  # fairseq calls much that PyTorch has deprecated
     if on_cpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
+    if args.restarts:
+        # Else processes that start again look for each other where the dead ones listened.
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return [str(word) for word in command], environment, save_dir, trained
 
 

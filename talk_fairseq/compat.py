@@ -16,36 +16,57 @@ Out of reach, because fairseq imports no user directory there, or too late:
 """
 
 import argparse
+import contextlib
 import functools
+import glob
+import itertools
+import math
 import os
-import re
+import shutil
 import sys
+import tarfile
+import time
 import types
 import warnings
-import zipfile
 
 import fairseq.checkpoint_utils
 import fairseq.criterions.adaptive_loss
 import fairseq.data.data_utils
+import fairseq.data.iterators
 import fairseq.data.language_pair_dataset
 import fairseq.data.token_block_dataset
 import fairseq.dataclass.initialize
 import fairseq.dataclass.utils
 import fairseq.distributed.utils
+import fairseq.file_chunker_utils
+import fairseq.file_utils
 import fairseq.models
 import fairseq.models.distributed_fairseq_model
+import fairseq.models.fairseq_model
 import fairseq.modules.dynamic_crf_layer
+import fairseq.modules.learned_positional_embedding
+import fairseq.nan_detector
 import fairseq.ngram_repeat_block
+import fairseq.optim.amp_optimizer
 import fairseq.options
 import fairseq.search
+import fairseq.tasks.fairseq_task
 import fairseq.tasks.language_modeling
 import fairseq.tasks.multilingual_language_modeling
 import fairseq.trainer
 import fairseq.utils
 import numpy as np
 import torch
+from fairseq.file_io import PathManager
 from omegaconf import OmegaConf
 
+from talk_fairseq.checkpoint_files import (
+    allow_checkpoint_types,
+    evaluate,
+    naming,
+    read_checkpoint,
+    whole_file,
+)
 from talk_fairseq.models import released
 
 
@@ -104,77 +125,6 @@ def overlay(owner, module, **names):
 # Checkpoints
 
 
-def allow_checkpoint_types():
-    """torch >= 2.6 reads files with ``weights_only=True`` and refuses every checkpoint of fairseq.
-
-    Seen: ``UnpicklingError: Unsupported global: argparse.Namespace`` (the model's options);
-    numpy's scalars (the metrics of ``--eval-bleu``); ``_TensorPlaceholder`` (optimizer states
-    saved after being broadcast). These hold data and run no code, so they are allowed. fairseq
-    0.9 saved its meters, whose module is gone: they are read as Namespaces of their values.
-    """
-    try:
-        from numpy._core import multiarray  # numpy 2
-    except ImportError:
-        from numpy.core import multiarray
-    # A pickle names the module of the numpy that wrote it.
-    scalars = [
-        (function, f"numpy.{core}.multiarray.{name}")
-        for core in ("core", "_core")
-        for name, function in (
-            ("scalar", multiarray.scalar),
-            ("_reconstruct", multiarray._reconstruct),
-        )
-    ]
-    dtypes = {type(np.dtype(code)) for code in np.typecodes["AllInteger"] + "?efdg"}
-    meters = [
-        (argparse.Namespace, f"fairseq.meters.{name}")
-        for name in ("AverageMeter", "TimeMeter", "StopwatchMeter")
-    ]
-    torch.serialization.add_safe_globals(
-        [
-            argparse.Namespace,
-            fairseq.distributed.utils._TensorPlaceholder,
-            np.ndarray,
-            np.dtype,
-            *scalars,
-            *dtypes,
-            *meters,
-        ]
-    )
-
-
-def read_checkpoint(file, map_location="cpu", mmap=False):
-    """Read the checkpoint ``file`` (a path or an open file) without running code from it.
-
-    With ``mmap``, tensors of a path are read from the file where they are used, if it is not
-    older than PyTorch 1.6.
-
-    Returns the saved dictionary. Raises ValueError that names the file if it is truncated,
-    is no checkpoint of fairseq, or holds types that are not on the list of safe ones;
-    OSError if it cannot be opened.
-    """
-    mmap = mmap and zipfile.is_zipfile(file)
-    if isinstance(file, (str, os.PathLike)) and not mmap:
-        with open(file, "rb") as opened:
-            return read_checkpoint(opened, map_location)
-    path = getattr(file, "name", file)
-    try:
-        state = torch.load(file, map_location=map_location, weights_only=True, mmap=mmap)
-    except MemoryError:
-        raise
-    except Exception as error:  # a truncated file has raised ten kinds of them
-        unsafe = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
-        got = f"the unsafe type {unsafe[1]}" if unsafe else "a truncated or foreign file"
-        cause = type(error).__name__ + ": " + str(error).partition("\n")[0]
-        raise ValueError(
-            f"expected a checkpoint of fairseq in {path}, got {got} ({cause[:100]})"
-        ) from None
-    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
-        held = f"the keys {list(state)[:5]}" if isinstance(state, dict) else type(state).__name__
-        raise ValueError(f"expected a checkpoint of fairseq in {path}, got {held}")
-    return state
-
-
 def name_bad_checkpoints():
     """A truncated or foreign checkpoint fails with an error that names no file.
 
@@ -186,6 +136,119 @@ def name_bad_checkpoints():
         return read_checkpoint(file, map_location)
 
     overlay(fairseq.checkpoint_utils, torch, load=load)
+
+
+@mends(fairseq.checkpoint_utils, "load_checkpoint_to_cpu")
+def name_bad_options(original, path, *args, **kwargs):
+    """Options or a history that cannot be read fail with an error that names no file."""
+    with naming(path):
+        return original(path, *args, **kwargs)
+
+
+@mends(fairseq.checkpoint_utils, "load_model_ensemble_and_task")
+def name_bad_models(original, filenames, arg_overrides=None, task=None, *args, **kwargs):
+    """Of several models, fairseq does not say which one does not fit its options or dictionary."""
+    ensemble, cfg = [], None
+    for filename in filenames:
+        with naming(filename):
+            models, cfg, task = original([filename], arg_overrides, task, *args, **kwargs)
+        ensemble += models
+    return ensemble, cfg, task
+
+
+@mends(fairseq.file_utils, "load_archive_file")
+def unpack_inside_a_folder(original, archive_file):
+    """``from_pretrained`` unpacks an archive wherever the names and links in it lead.
+
+    Here it is refused. Raises ValueError before Python 3.11.4, which cannot tell.
+    """
+
+    class Inside(tarfile.TarFile):
+        extraction_filter = staticmethod(getattr(tarfile, "data_filter", None))
+
+    if os.path.isfile(archive_file) and not hasattr(tarfile, "data_filter"):
+        raise ValueError(f"expected a folder, got {archive_file}: unpack it first")
+    overlay(fairseq.file_utils, tarfile, open=Inside.open)
+    with naming(archive_file):
+        return original(archive_file)
+
+
+@mends(fairseq.trainer.Trainer, "load_checkpoint")
+def name_bad_training_states(original, self, filename, *args, **kwargs):
+    """A foreign optimizer or loader state fails with an error that names no file."""
+    with naming(filename):
+        return original(self, filename, *args, **kwargs)
+
+
+@mends(fairseq.checkpoint_utils, "torch_persistent_save")
+def write_whole_checkpoints(original, obj, filename, async_write=False):
+    """A checkpoint gets its name before it is on the disk, and a second try follows the first.
+
+    fairseq tries three times, into the same open file: what a full disk cut short stands before
+    what is then written, and nothing can read the file.
+    """
+    if async_write or not PathManager.supports_rename(filename):
+        return original(obj, filename, async_write)
+    for pause in (2.5, 2.5, None):  # seconds, as in fairseq
+        try:
+            with whole_file(filename) as file:
+                return torch.save(obj, file)
+        except Exception:
+            if pause is None:
+                raise
+            time.sleep(pause)
+
+
+@mends(PathManager, "copy")
+def copy_whole_checkpoints(original, src_path, dst_path, overwrite=False):
+    """A run that is killed while it saves leaves a part of a file as ``checkpoint_last.pt``.
+
+    fairseq copies the checkpoint it has written over the last and the best one, in place.
+    """
+    if any(map(PathManager.path_requires_pathmanager, (src_path, dst_path))):
+        return original(src_path, dst_path, overwrite)
+    with open(src_path, "rb") as source, whole_file(dst_path) as file:
+        shutil.copyfileobj(source, file, 1 << 24)
+    return True
+
+
+@mends(fairseq.checkpoint_utils, "verify_checkpoint_directory")
+def remove_unfinished_checkpoints(original, save_dir):
+    """What a killed run was writing stays in its folder. The next run there removes it."""
+    original(save_dir)
+    for path in glob.glob(os.path.join(glob.escape(save_dir), "*.pt.tmp")):
+        os.remove(path)
+
+
+@mends(fairseq.models.fairseq_model.BaseFairseqModel, "load_state_dict")
+def parameters_keep_their_kind(original, self, state_dict, *args, **kwargs):
+    """torch copies integers into parameters of a model without a word.
+
+    Here they are among the errors that ``load_state_dict`` reports, beside wrong shapes.
+    """
+
+    def check(_, given, prefix, local_metadata, strict, missing, unexpected, errors):
+        for name, parameter in self.named_parameters():
+            value = given.get(name)
+            if isinstance(value, torch.Tensor) and not value.is_floating_point():
+                errors.append(f"dtype mismatch for {name}: {value.dtype}, not {parameter.dtype}.")
+
+    hook = self.register_load_state_dict_pre_hook(check)
+    try:
+        return original(self, state_dict, *args, **kwargs)
+    finally:
+        hook.remove()
+
+
+def options_run_no_code():
+    """fairseq calls ``eval`` on options, those of a checkpoint among them.
+
+    Seen in ``--encoder-layers`` of fconv and in ``eval_str_list``: loading a model runs what its
+    options say. All modules of fairseq get `evaluate` in its place.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fairseq."):
+            vars(module).setdefault("eval", evaluate)
 
 
 @mends(fairseq.checkpoint_utils, "_upgrade_state_dict")
@@ -237,6 +300,57 @@ def keep_last_batch(original, indices, *args, **kwargs):
     return batches + [indices[kept:]] if kept < len(indices) else batches
 
 
+@mends(fairseq.tasks.fairseq_task.FairseqTask, "get_batch_iterator")
+def batches_do_not_depend_on_where_a_run_goes_on(original, self, dataset, *args, **kwargs):
+    """A run that goes on in its second epoch or later trains on other batches.
+
+    fairseq makes batches once for all epochs, from the seed and the number of the epoch that the
+    process begins with. Amid an epoch, some sentences are then seen twice and others never. Here
+    the number is 1, unless batches are made anew in each epoch.
+    """
+    anew = kwargs.get("disable_iterator_cache") or kwargs.get("update_epoch_batch_itr")
+    if anew or not self.can_reuse_epoch_itr(dataset) or dataset in self.dataset_to_epoch_iter:
+        return original(self, dataset, *args, **kwargs)
+    epoch = kwargs.get("epoch", 1)
+    iterator = original(self, dataset, *args, **{**kwargs, "epoch": 1})
+    iterator.epoch = epoch
+    dataset.set_epoch(epoch)
+    return iterator
+
+
+@mends(fairseq.data.iterators.GroupedIterator, "__init__")
+def groups_begin_where_training_goes_on(
+    original, self, iterable, chunk_size, skip_remainder_batch=False
+):
+    """A run that goes on with another ``--update-freq`` may leave out the end of an epoch.
+
+    And then train on all of that epoch once more: fairseq counts groups from the epoch's
+    beginning, also of what begins amid a group.
+    """
+    batches = len(iterable) - getattr(iterable, "n", 0)
+    original(self, iterable, chunk_size, skip_remainder_batch)
+    if not skip_remainder_batch:
+        self.total = self.n + math.ceil(batches / chunk_size)
+
+
+@mends(fairseq.data.iterators.EpochBatchIterator, "state_dict")
+def remember_how_many_share_an_epoch(original, self):
+    """What `an_epoch_goes_on_in_other_processes` has to know."""
+    return {**original(self), "num_shards": self.num_shards}
+
+
+@mends(fairseq.data.iterators.EpochBatchIterator, "load_state_dict")
+def an_epoch_goes_on_in_other_processes(original, self, state_dict):
+    """Amid an epoch, a run cannot go on in more processes, or in fewer sees sentences again.
+
+    Seen: ``Cannot resume training due to dataloader mismatch``. What is saved is how many batches
+    each process has had. Batches are dealt out in one order, so all of them together tell where to
+    go on; if that is not the same for all processes, some are seen again.
+    """
+    done = state_dict.get("iterations_in_epoch", 0) * state_dict.get("num_shards", self.num_shards)
+    return original(self, {**state_dict, "iterations_in_epoch": done // self.num_shards})
+
+
 def old_numpy_names():
     """``np.float``, ``np.compat.long`` and ``percentile(interpolation=)`` are gone in numpy 2.
 
@@ -263,12 +377,53 @@ def old_numpy_names():
         )
 
 
+def utf8_lines(file, name):
+    """The lines of an open binary ``file``, ended by line feeds alone, as text.
+
+    A byte order mark is dropped. Raises ValueError that names file and line for bytes that are not
+    UTF-8.
+    """
+    for number, line in enumerate(file, 1):
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            got = f"byte 0x{line[error.start]:02x} at column {error.start + 1}"
+            raise ValueError(f"{name}: line {number}: expected UTF-8, got {got}") from None
+
+
+def lines_end_at_line_feeds():
+    """``fairseq-preprocess`` also ends lines at lone carriage returns.
+
+    Seen: more sentences than ``wc -l`` counts, and every later pair one off.
+    """
+    fairseq.file_chunker_utils.open = functools.partial(open, newline="\n")
+
+
+def read_lines_as_they_are(original, input, buffer_size):
+    """``fairseq-interactive`` also ends lines at lone carriage returns.
+
+    Seen: more hypotheses than lines. Raises ValueError that names file and line for bytes that
+    are not UTF-8, of a file before anything is translated.
+    """
+    with contextlib.ExitStack() as stack:
+        if input == "-":
+            name, file = "standard input", sys.stdin.buffer
+        else:
+            name, file = input, stack.enter_context(open(input, "rb"))
+            for _ in utf8_lines(file, name):
+                pass
+            file.seek(0)
+        lines = (line.strip() for line in utf8_lines(file, name))
+        while buffer := list(itertools.islice(lines, buffer_size)):
+            yield buffer
+
+
 def check_corpora_first(original, args):
     """``fairseq-preprocess`` finds a missing file last and a one-sided corpus never.
 
     Seen: FileNotFoundError after the training set has been written; lines that do not match
     fail in training. Here, with ``--user-dir``, nothing is written before all files are
-    there (FileNotFoundError) and have as many lines in both languages (ValueError).
+    there (FileNotFoundError), are UTF-8, and have as many lines in both languages (ValueError).
     """
     languages = [args.source_lang] + ([] if args.only_source else [args.target_lang])
     prefixes = [args.trainpref] if args.trainpref else []
@@ -279,11 +434,42 @@ def check_corpora_first(original, args):
         lines = {}
         for language in languages:
             path = f"{prefix}.{language}" if language else prefix
-            with open(path, encoding="utf-8") as file:
-                lines[path] = sum(1 for _ in file)
+            with open(path, "rb") as file:
+                lines[path] = sum(1 for _ in utf8_lines(file, path))
         if len(set(lines.values())) > 1:
             raise ValueError(f"expected as many lines in both languages, got {lines}")
     return original(args)
+
+
+@mends(fairseq.tasks.fairseq_task.FairseqTask, "filter_indices_by_size")
+def name_what_limits_lengths(original, self, *args, **kwargs):
+    """A sentence over the maximum length is an error that names no flag but one to skip it."""
+    try:
+        return original(self, *args, **kwargs)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        flags = "--max-source-positions, --max-target-positions or --tokens-per-sample"
+        raise ValueError(f"{str(error).rstrip('.')}, or raise {flags}") from None
+
+
+@mends(fairseq.modules.learned_positional_embedding.LearnedPositionalEmbedding, "forward")
+def name_what_limits_positions(original, self, input, incremental_state=None, positions=None):
+    """More tokens than learned positions are ``IndexError: index out of range in self``.
+
+    On a GPU, a failed assertion of the device that ends the process. Only the number of columns
+    is looked at, which is at least that of the positions.
+    """
+    tokens = input.shape[1]
+    if positions is None and tokens > self.max_positions:
+        longest = int(input.ne(self.padding_idx).sum(dim=1).max())
+        if longest > self.max_positions:
+            raise ValueError(
+                f"expected at most {self.max_positions} tokens, one for each learned position, got "
+                f"{longest}: train with a larger --max-source-positions, --max-target-positions "
+                "or --tokens-per-sample"
+            )
+    return original(self, input, incremental_state, positions)
 
 
 @mends(fairseq.tasks.language_modeling.LanguageModelingTask, "eval_lm_dataloader")
@@ -398,6 +584,48 @@ def diverse_beam_counts_rows(
     return original(self, step, lprobs, scores, prev_output_tokens, original_batch_idxs)
 
 
+@mends(fairseq.nan_detector.NanDetector, "add_hooks")
+def watch_gradients_of_outputs(original, self, module):
+    """fairseq's search for NaN fails itself: ``StopIteration``, without a word about NaN.
+
+    Seen with any encoder-decoder: torch's hooks on the backward of modules want a tensor, or a
+    dictionary of tensors, and encoders return lists. Hooks on what modules return want nothing.
+    """
+
+    def watch(module, _, output):
+        def tensor_hook(tensor):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self.bhook_fn(module, (), gradient))
+
+        fairseq.utils.apply_to_sample(tensor_hook, output)
+
+    self.fhooks += [module.register_forward_hook(hook) for hook in (self.fhook_fn, watch)]
+
+
+@mends(fairseq.nan_detector.NanDetector, "_detect")
+def remember_what_is_not_finite(original, self, tensor, name, backward):
+    """What `name_where_nan_began` is to say: one line each for forward and backward, the first."""
+    found = original(self, tensor, name, backward)
+    if found:
+        vars(self).setdefault("found", {}).setdefault(backward, found)
+    return found
+
+
+@mends(fairseq.nan_detector.NanDetector, "__exit__")
+def name_where_nan_began(original, self, exc_type, exc_value, traceback):
+    """Training that ends in gradients that are not finite does not say where they began.
+
+    fairseq has a look at every module then, on the same batch once more, but only warns of what
+    it finds, among the norms of all parameters. Here the FloatingPointError that ends the training
+    names the first module whose output, or whose gradient, was NaN or infinite.
+    """
+    original(self, exc_type, exc_value, traceback)
+    error = sys.exception()
+    if exc_type is None and isinstance(error, FloatingPointError) and hasattr(self, "found"):
+        first = self.found.get(False) or self.found[True]
+        raise FloatingPointError(f"{str(error).rstrip('.')}; the first: {first}") from error
+
+
 # Training without a GPU
 
 
@@ -426,6 +654,37 @@ def fp16_needs_a_gpu(original, self, cfg, *args, **kwargs):
     if on_cpu and common.fp16 and not common.memory_efficient_fp16:
         raise ValueError("expected a GPU for --fp16, got a CPU: use --bf16, --amp or neither")
     return original(self, cfg, *args, **kwargs)
+
+
+def overflow_needs_no_gpu():
+    """Without a GPU, ``--memory-efficient-fp16`` ends at the first overflow.
+
+    Seen: ``Torch not compiled with CUDA enabled``, of the zero that is logged as the norm of
+    gradients that overflowed. What the trainer makes a tensor of stays on the CPU.
+    """
+
+    def tensor(*args, **kwargs):
+        value = torch.tensor(*args, **kwargs)
+        if not torch.cuda.is_available():
+            value.cuda = lambda: value
+        return value
+
+    overlay(fairseq.trainer, torch, tensor=tensor)
+
+
+@mends(fairseq.optim.amp_optimizer.AMPOptimizer, "clip_grad_norm")
+def amp_without_a_gpu_scales_nothing(original, self, max_norm, aggregate_norm_fn=None):
+    """``--amp`` without a GPU: gradients that are not finite end in an AttributeError.
+
+    torch has disabled the scaler there, which then has no scale to lower. They are the
+    FloatingPointError that they are without ``--amp``.
+    """
+    if self.scaler.is_enabled():
+        return original(self, max_norm, aggregate_norm_fn)
+    norm = self.fp32_optimizer.clip_grad_norm(max_norm, aggregate_norm_fn)
+    if not torch.isfinite(norm).all():
+        raise FloatingPointError("gradients are Nan/Inf")
+    return norm
 
 
 @mends(fairseq.criterions.adaptive_loss.AdaptiveLoss, "build_criterion")
@@ -471,6 +730,17 @@ def no_devices_on_a_cpu(original, module, device_ids=None, output_device=None, *
     return original(module, device_ids=device_ids, output_device=output_device, **kwargs)
 
 
+def a_finished_run_is_finished(original, cfg, trainer, task, epoch_itr):
+    """Each time a run that has had its ``--max-update`` is started again, it makes one update more.
+
+    And saves it: the parameters are then not those that it ended with.
+    """
+    most = cfg.optimization.max_update
+    if most and trainer.get_num_updates() >= most:
+        return [None], True
+    return original(cfg, trainer, task, epoch_itr)
+
+
 def matmul_precision_of_the_environment():
     """fairseq has no flag for ``torch.set_float32_matmul_precision``.
 
@@ -496,11 +766,18 @@ matmul_precision_of_the_environment()
 quiet_hydra()
 allow_checkpoint_types()
 name_bad_checkpoints()
+options_run_no_code()
 trust_own_job()
+lines_end_at_line_feeds()
+overflow_needs_no_gpu()
 old_numpy_names()
 # Commands are mended only where they run: importing them sets up logging.
 for command in ("train", "hydra_train", "hydra_validate"):
     if f"fairseq_cli.{command}" in sys.modules:
         mends(sys.modules[f"fairseq_cli.{command}"], "add_defaults")(archs_set_defaults_in_yaml)
+if "fairseq_cli.train" in sys.modules:
+    mends(sys.modules["fairseq_cli.train"], "train")(a_finished_run_is_finished)
 if "fairseq_cli.preprocess" in sys.modules:
     mends(sys.modules["fairseq_cli.preprocess"], "main")(check_corpora_first)
+if "fairseq_cli.interactive" in sys.modules:
+    mends(sys.modules["fairseq_cli.interactive"], "buffered_read")(read_lines_as_they_are)

@@ -11,11 +11,14 @@ import json
 import os
 import pickle
 import re
+import resource
 import runpy
 import shutil
 import subprocess
 import sys
 import traceback
+from collections import OrderedDict
+from itertools import islice
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
@@ -35,14 +38,17 @@ from fairseq.data import (
     TokenBlockDataset,
     bucket_pad_length_dataset,
     data_utils,
+    iterators,
 )
 from fairseq.dataclass import initialize
 from fairseq.distributed import utils as distributed_utils
+from fairseq.file_io import PathManager
 from fairseq.models import distributed_fairseq_model
 from fairseq.models.transformer import TransformerModel
 from fairseq.modules import SinusoidalPositionalEmbedding
 from fairseq.modules.dynamic_crf_layer import DynamicCRF
 from fairseq.ngram_repeat_block import NGramRepeatBlock
+from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import OmegaConf
 
@@ -51,7 +57,7 @@ ALONE = __name__ == "__main__"  # without the mends
 
 if not ALONE:
     sys.path.insert(0, str(PLUGIN.parent))
-    from talk_fairseq import compat
+    from talk_fairseq import checkpoint_files, compat
 
 PROBES = {}
 
@@ -156,6 +162,79 @@ def bytes_of_the_same_job_load(tmp_path):
     assert isinstance(got, Anything)
 
 
+def cut_at(size, write):
+    """Call `write` where no file may be longer than `size` bytes, as on a disk that fills up."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        with pytest.raises(OSError):
+            write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@breaks("AssertionError: 1000 bytes")
+def a_copy_is_whole_or_not_there(tmp_path):
+    source, last = tmp_path / "checkpoint1.pt", tmp_path / "checkpoint_last.pt"
+    source.write_bytes(b"1" * 5000)
+    last.write_bytes(b"0" * 4000)
+    cut_at(1000, lambda: PathManager.copy(str(source), str(last), overwrite=True))
+    assert last.read_bytes() == b"0" * 4000, f"{last.stat().st_size} bytes"
+    assert PathManager.copy(str(source), str(last), overwrite=True)
+    assert last.read_bytes() == source.read_bytes()
+    assert sorted(tmp_path.iterdir()) == [source, last]
+
+
+@breaks(r"AssertionError: \['replace'\]")
+def a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path):
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fsync", "replace"):
+            original = getattr(os, name)
+
+            def call(*arguments, name=name, original=original):
+                calls.append(name)
+                return original(*arguments)
+
+            patch.setattr(os, name, call)
+        patch.setattr(os, "rename", os.replace)
+        checkpoint_utils.torch_persistent_save({}, str(tmp_path / "checkpoint1.pt"))
+    assert calls == ["fsync", "replace", "fsync"], calls  # the file, then its folder
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint1.pt"]
+
+
+class FailsOnce:
+    """What cannot be saved at the first try."""
+
+    tries = 0
+
+    def __reduce__(self):
+        FailsOnce.tries += 1
+        if FailsOnce.tries == 1:
+            raise OSError("no space left")
+        return (OrderedDict, ())
+
+
+@breaks("RuntimeError|OSError")
+def a_second_try_to_save_begins_anew(tmp_path):
+    path = tmp_path / "checkpoint1.pt"
+    FailsOnce.tries = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("time.sleep", lambda seconds: None)
+        checkpoint_utils.torch_persistent_save({"model": {}, "x": FailsOnce()}, str(path))
+    assert FailsOnce.tries == 2
+    assert torch.load(path) == {"model": {}, "x": {}}
+
+
+@breaks("checkpoint2.pt.tmp")
+def what_a_killed_run_was_writing_is_removed(tmp_path):
+    for name in ("checkpoint1.pt", "checkpoint2.pt.tmp", "notes.tmp"):
+        (tmp_path / name).touch()
+    checkpoint_utils.verify_checkpoint_directory(str(tmp_path))
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["checkpoint1.pt", "notes.tmp"], " ".join(left)
+
+
 # Data
 
 
@@ -233,6 +312,62 @@ def a_perplexity_is_of_every_token(tmp_path):
         raise AssertionError(f"{sum(batch['nsentences'] for batch in batches)} of 2 blocks")
     kept = task.eval_lm_dataloader(data, batch_size=8, max_positions=9, num_workers=0)
     assert sum(batch["nsentences"] for batch in kept) == 2
+
+
+def lines_of_words():
+    """A data set and its task; 12 sentences of one length, two a batch."""
+    words = dictionary()
+    lines = [torch.tensor([5, number, 2]) for number in range(4, 16)]
+    pairs = LanguagePairDataset(lines, np.full(12, 3), words, lines, np.full(12, 3), words)
+    return pairs, FairseqTask(None)
+
+
+def iterator_over(pairs, task, epoch=1, processes=1, rank=0):
+    return task.get_batch_iterator(
+        pairs, max_sentences=2, seed=1, epoch=epoch, num_shards=processes, shard_id=rank
+    )
+
+
+@breaks("AssertionError: other batches")
+def a_run_that_goes_on_has_the_same_batches(tmp_path):
+    one, other = (
+        [sorted(batch) for batch in iterator_over(*lines_of_words(), epoch).frozen_batches]
+        for epoch in (1, 3)
+    )
+    assert one == other, "other batches"
+    pairs, task = lines_of_words()
+    assert iterator_over(pairs, task, epoch=3).epoch == 3
+    anew = task.get_batch_iterator(
+        pairs, max_sentences=2, seed=1, epoch=3, update_epoch_batch_itr=True
+    )
+    assert [sorted(batch) for batch in anew.frozen_batches] != one
+
+
+@breaks("AssertionError: 4 of 5 batches")
+def an_epoch_ends_with_another_accumulation(tmp_path):
+    begun = iterators.CountingIterator(range(5, 10), start=5)  # of 10 batches
+    groups = list(iterators.GroupedIterator(begun, 4))
+    left = [batch for group in groups for batch in group]
+    assert left == [5, 6, 7, 8, 9], f"{len(left)} of 5 batches"
+    assert not begun.has_next()
+
+
+@breaks("dataloader mismatch")
+def an_epoch_goes_on_in_more_processes(tmp_path):
+    for before, done, after in ((1, 4, 2), (1, 5, 2), (2, 2, 1), (3, 1, 2)):
+        seen = []
+        for rank in range(before):
+            iterator = iterator_over(*lines_of_words(), processes=before, rank=rank)
+            batches = iterator.next_epoch_itr()
+            seen += [batch["id"].tolist() for batch in islice(batches, done)]
+            state = iterator.state_dict()
+        for rank in range(after):
+            iterator = iterator_over(*lines_of_words(), processes=after, rank=rank)
+            iterator.load_state_dict(state)
+            seen += [batch["id"].tolist() for batch in iterator.next_epoch_itr()]
+        ids = sorted(number for batch in seen for number in batch)
+        twice = (before * done) % after  # batches that the processes cannot share evenly
+        assert sorted(set(ids)) == list(range(12)) and len(ids) == 12 + 2 * twice, ids
 
 
 @breaks("has no attribute 'float'")
@@ -467,7 +602,7 @@ def test_files_are_not_unpickled_fully(tmp_path):
     with pytest.raises(pickle.UnpicklingError):
         torch.load(path)
     with pytest.raises(FileNotFoundError):
-        compat.read_checkpoint(tmp_path / "absent.pt")
+        checkpoint_files.read_checkpoint(tmp_path / "absent.pt")
 
 
 def test_full_batches_are_as_in_fairseq():
@@ -615,7 +750,7 @@ def test_averaging_resuming_and_finetuning(data, trained, tmp_path):
     epochs = ["--inputs", str(trained), "--last-epochs=2", "--output", str(averaged)]
     runpy.run_path(str(script))["main"](epochs)
     first, second, mean = (
-        compat.read_checkpoint(path)["model"]["encoder.layers.0.fc1.weight"]
+        checkpoint_files.read_checkpoint(path)["model"]["encoder.layers.0.fc1.weight"]
         for path in (trained / "checkpoint1.pt", trained / "checkpoint2.pt", averaged)
     )
     torch.testing.assert_close(mean, (first + second) / 2)

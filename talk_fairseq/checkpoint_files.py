@@ -1,0 +1,316 @@
+"""Files of strangers and of runs that are killed: read without running code, written whole.
+
+Checkpoints are pickles, and options are text that fairseq evaluates; both may come from anywhere.
+compat.py puts these functions in the place of fairseq's.
+"""
+
+import argparse
+import ast
+import contextlib
+import functools
+import io
+import math
+import os
+import pickletools
+import re
+import zipfile
+
+import fairseq.distributed.utils
+import numpy as np
+import torch
+
+# --- Reading checkpoints ---
+
+
+class PlainDtype:
+    """The type of numpy's numbers in a checkpoint.
+
+    In place of ``np.dtype``, which takes fields, objects and sizes as a file states them, and with
+    which numpy would follow pointers out of the file.
+    """
+
+    def __init__(self, code, *_):
+        if code not in {"?", "b1"} and not re.fullmatch(r"[iufc]\d\d?", code):
+            raise ValueError(f"expected a type of numbers, got {code!r}")
+        self.dtype = np.dtype(code)
+
+    def __setstate__(self, state):
+        self.dtype = self.dtype.newbyteorder(state[1])
+
+
+class PlainArray(np.ndarray):
+    """An array of numbers in a checkpoint, until `_Contents` makes it one of numpy's."""
+
+    def __new__(cls):
+        return super().__new__(cls, 0)
+
+    def __setstate__(self, state):
+        version, shape, dtype, fortran, data = state
+        if math.prod(shape) * dtype.dtype.itemsize != len(data):
+            raise ValueError(f"expected an array of {shape}, got {len(data)} bytes")
+        super().__setstate__((version, shape, dtype.dtype, fortran, data))
+
+
+def _number(dtype, data):
+    return np.frombuffer(data, dtype.dtype, count=1)[0]
+
+
+def _empty_array(*_):
+    return PlainArray()
+
+
+def allow_checkpoint_types():
+    """torch >= 2.6 reads files with ``weights_only=True`` and refuses every checkpoint of fairseq.
+
+    Seen: ``UnpicklingError: Unsupported global: argparse.Namespace`` (the model's options);
+    numpy's scalars (the metrics of ``--eval-bleu``); ``_TensorPlaceholder`` (optimizer states
+    saved after being broadcast). These hold data and run no code, so they are allowed, numpy's
+    through `PlainDtype` and `PlainArray`. fairseq 0.9 saved its meters, whose module is gone: they
+    are read as Namespaces of their values.
+    """
+    names = [entry[1] for entry in torch.serialization.get_safe_globals() if type(entry) is tuple]
+    if "numpy.dtype" in names:  # by this module, imported under another name
+        return
+    # A pickle names the module of the numpy that wrote it.
+    numbers = [
+        (function, f"numpy.{core}.multiarray.{name}")
+        for core in ("core", "_core")
+        for name, function in (("scalar", _number), ("_reconstruct", _empty_array))
+    ]
+    meters = [
+        (argparse.Namespace, f"fairseq.meters.{name}")
+        for name in ("AverageMeter", "TimeMeter", "StopwatchMeter")
+    ]
+    torch.serialization.add_safe_globals(
+        [
+            argparse.Namespace,
+            fairseq.distributed.utils._TensorPlaceholder,
+            (PlainArray, "numpy.ndarray"),
+            (PlainDtype, "numpy.dtype"),
+            *numbers,
+            *meters,
+        ]
+    )
+
+
+LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # opens files of torch < 1.6
+MOST_VALUES = 1_000_000  # in a checkpoint, so that one that repeats itself ends
+MOST_TUPLES = 50_000  # a key of more, in one another, overflows the stack when it is hashed
+DEEPEST = 100
+
+
+def _check_container(file, size):
+    """Check what an open file of `size` bytes declares, before torch trusts it.
+
+    A zip archive holds nothing but what it has bytes for, undamaged (torch itself checks no sums);
+    no pickle makes a bytearray, which takes a length without bytes, or more than `MOST_TUPLES`.
+    Returns whether it is a zip archive, and the bytes of tensors it has room for; raises whatever
+    is wrong.
+    """
+    file.seek(0)
+    opening = file.read(len(LEGACY))
+    zipped = opening.startswith(b"PK\x03\x04")
+    room = size
+    if opening == LEGACY:
+        file.seek(0)
+        pickles = [file] * 5  # one after the other
+    elif not zipped:
+        raise ValueError(f"it begins with {opening[:4]!r}")
+    else:
+        archive = zipfile.ZipFile(file)
+        records = archive.infolist()
+        names = [record.filename for record in records]
+        if len(set(names)) < len(names):
+            raise ValueError(f"{max(names, key=names.count)} is in it twice")
+        for name in names:
+            if name.startswith(("/", "\\")) or ".." in re.split(r"[/\\]", name):
+                raise ValueError(f"{name} in it leads out of the archive")
+        declared = sum(record.file_size for record in records)
+        if declared > size:
+            raise ValueError(f"it declares {declared:,} bytes and has {size:,}")
+        room = sum(record.file_size for record in records if "/data/" in record.filename)
+        damaged = archive.testzip()
+        if damaged:
+            raise ValueError(f"{damaged} in it is damaged")
+        pickles = [io.BytesIO(archive.read(name)) for name in names if name.endswith("data.pkl")]
+    tuples = 0
+    for data in pickles:
+        for operation, argument, _ in pickletools.genops(data):
+            tuples += operation.name.startswith("TUPLE")
+            if tuples > MOST_TUPLES:
+                raise ValueError(f"over {MOST_TUPLES:,} tuples")
+            if operation.name == "GLOBAL" and argument.endswith(" bytearray"):
+                raise ValueError("Unsupported global: GLOBAL bytearray")
+    file.seek(0)
+    return zipped, room
+
+
+class _Contents:
+    """What a checkpoint holds, counted while it is gone through."""
+
+    def __init__(self):
+        self.values, self.storages = 0, {}
+
+    def plain(self, value, depth=0):
+        """`value` as it was saved, with arrays as numpy's.
+
+        Raises ValueError for tensors with more elements than they have bytes for (an expanded one
+        has one for all), for any but plain tensors of real numbers, and for what is nested too
+        deep or repeats itself.
+        """
+        self.values += 1
+        if self.values > MOST_VALUES or depth > DEEPEST:
+            raise ValueError(f"over {MOST_VALUES:,} values, or over {DEEPEST} in one another")
+        inside = functools.partial(self.plain, depth=depth + 1)
+        if isinstance(value, torch.Tensor):
+            plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+            plain = plain and value.layout == torch.strided and value.device.type != "meta"
+            if not plain or value.is_quantized or value.is_complex():
+                raise ValueError(f"a tensor of {value.dtype}, {value.layout} on {value.device}")
+            storage = value.untyped_storage()
+            self.storages[storage.data_ptr()] = storage.nbytes()
+            if value.numel() * value.element_size() > storage.nbytes():
+                raise ValueError(f"a tensor of {tuple(value.shape)} in {storage.nbytes():,} bytes")
+        elif isinstance(value, np.ndarray):
+            return np.array(value, subok=False)
+        elif isinstance(value, dict):
+            for key in value:
+                value[key] = inside(value[key])
+        elif isinstance(value, list):
+            value[:] = map(inside, value)
+        elif type(value) is tuple:
+            return tuple(map(inside, value))
+        elif isinstance(value, argparse.Namespace):
+            inside(vars(value))
+        return value
+
+
+def one_line(text, longest=100):
+    """The beginning of ``text``, which a file may have made, fit to be printed."""
+    line = " ".join(text.split())
+    line = "".join(character if character.isprintable() else "?" for character in line)
+    return line if len(line) <= longest else line[: longest - 2] + " …"
+
+
+def read_checkpoint(file, map_location="cpu", mmap=False):
+    """Read the checkpoint ``file`` (a path or an open file) without running code from it.
+
+    With ``mmap``, tensors of a path are read from the file where they are used, if it is not
+    older than PyTorch 1.6.
+
+    Returns the saved dictionary. Raises ValueError that names the file if it is truncated or
+    damaged, declares more than it holds, is no checkpoint of fairseq, or holds types that are not
+    on the list of safe ones; OSError if it cannot be opened.
+    """
+    if isinstance(file, (str, os.PathLike)):
+        with open(file, "rb") as opened:
+            return read_checkpoint(opened, map_location, mmap)
+    path = getattr(file, "name", file)
+    try:
+        size = file.seek(0, os.SEEK_END)
+        zipped, room = _check_container(file, size)
+        mmap = mmap and zipped
+        state = torch.load(
+            path if mmap else file, map_location=map_location, weights_only=True, mmap=mmap
+        )
+        contents = _Contents()
+        state = contents.plain(state)
+        if sum(contents.storages.values()) > room:
+            raise ValueError(f"its tensors take more than the {room:,} bytes there are for them")
+    except Exception as error:  # a truncated file has raised ten kinds of them
+        unsafe = re.search(r"GLOBAL (\S+)", str(error))
+        got = f"the unsafe type {one_line(unsafe[1])}" if unsafe else "a truncated or foreign file"
+        cause = type(error).__name__ + ": " + str(error).partition("\n")[0]
+        raise ValueError(
+            f"expected a checkpoint of fairseq in {path}, got {got} ({one_line(cause)})"
+        ) from None
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+        held = f"the keys {list(state)[:5]}" if isinstance(state, dict) else type(state).__name__
+        raise ValueError(f"expected a checkpoint of fairseq in {path}, got {one_line(held, 200)}")
+    for name, value in state["model"].items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            got = one_line(f"{type(value).__name__} for {name!r}")
+            raise ValueError(f"expected tensors as the model of {path}, got {got}")
+    return state
+
+
+@contextlib.contextmanager
+def naming(path):
+    """What fails inside becomes an error of one line that names the checkpoint ``path``.
+
+    A ValueError stays one, all else becomes a RuntimeError. Left alone are OSError, MemoryError,
+    and errors that name it themselves.
+    """
+    try:
+        yield
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        if str(path) in str(error) and "\n" not in str(error):
+            raise
+        reason = one_line(f"{type(error).__name__}: {error}", 500)
+        kind = ValueError if isinstance(error, ValueError) else RuntimeError
+        raise kind(f"{path} cannot be loaded: {reason}") from error
+
+
+# --- Writing files ---
+
+
+@contextlib.contextmanager
+def whole_file(path):
+    """A binary file that becomes ``path`` when the block ends, and is ``<path>.tmp`` until then.
+
+    It is on the disk before it gets its name: whenever the process is killed or the machine stops,
+    ``path`` is what it was or all of what is to be. After an exception it is removed.
+    """
+    unfinished = f"{path}.tmp"
+    try:
+        with open(unfinished, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(unfinished)
+        raise
+    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+# --- Options that are Python literals ---
+
+EXPRESSION = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Load, ast.UnaryOp)
+EXPRESSION += (ast.USub, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div)
+
+
+def evaluate(expression):
+    """The value of an option such as ``"[(512, 3)] * 20"``: plain values, sums and products.
+
+    Raises ValueError for anything else and for what gets very large, TypeError for no text.
+    """
+    if not isinstance(expression, str):
+        raise TypeError(f"expected text, got {type(expression).__name__}")
+    refused = ValueError(f"expected plain values, sums and products, got {expression[:100]!r}")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+        nodes = list(ast.walk(tree))
+    except (SyntaxError, RecursionError, MemoryError):
+        raise refused from None
+    largest = 1
+    for node in nodes:
+        if not isinstance(node, EXPRESSION):
+            raise refused
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            times = [side.value for side in (node.left, node.right) if _is_number(side)]
+            largest *= max(map(abs, times), default=math.inf)
+    if largest > 10_000_000:
+        raise refused
+    return eval(compile(tree, "<option>", "eval"), {"__builtins__": {}})
+
+
+def _is_number(node):
+    return isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
