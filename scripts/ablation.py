@@ -2,6 +2,7 @@
 """Train and score the ablation of the paper's Table 7; see scripts/ablation.sh --help."""
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -72,11 +73,25 @@ def diverged(folder):
     return (folder / "crash.pt").exists()
 
 
-def score(row, seed, args):
+def run_folder(key, seed, args):
+    """Where a run of the results' `key` is kept: others than the recipe's have their own folder.
+
+    How many checkpoints are averaged makes no other run.
+    """
+    row, *others = key.split(" ")
+    others = [other for other in others if not other.startswith("checkpoint.keep_last_epochs=")]
+    if others:
+        own = [*others, str(Path(args.data).absolute())]
+        row += "-" + hashlib.sha256("\0".join(own).encode()).hexdigest()[:8]
+    return Path(args.save_dir).absolute() / row / f"seed_{seed}"
+
+
+def score(row, key, seed, args):
     """Train `row` from `seed` where that is not done; its validation BLEU, or "diverged"."""
     name = f"{BENCHMARK}/{row}"
-    folder = Path(args.save_dir).absolute() / row / f"seed_{seed}"
+    folder = run_folder(key, seed, args)
     shared = ["--data", args.data, *(["--cpu"] if args.cpu else []), *args.overrides]
+    (folder / "crash.pt").unlink(missing_ok=True)  # of an earlier run
     try:
         run("train.py", name, "--save-dir", folder, *shared, f"common.seed={seed}")
     except Failed:
@@ -161,7 +176,7 @@ def main(arguments=None):
             if str(seed) in scores:
                 continue
             try:
-                scores[str(seed)] = score(row, seed, args)
+                scores[str(seed)] = score(row, key, seed, args)
             except Failed as error:
                 print(f"ablation.sh: {row}, seed {seed}: {error}", file=sys.stderr)
                 return 1

@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
 
-from talk_fairseq.checkpoint_files import read_checkpoint
+from talk_fairseq.checkpoint_files import read_checkpoint, whole_file
 
 # The number in brackets orders the files.
 EPOCHS = r"checkpoint(\d+)\.pt"
@@ -107,13 +107,8 @@ def _describe(shapes, key):
 
 def save(state, path):
     """Write ``state`` to ``path`` whole or not at all."""
-    unfinished = f"{path}.{os.getpid()}.tmp"
-    try:
-        torch.save(state, unfinished)
-        os.replace(unfinished, path)
-    finally:
-        if os.path.exists(unfinished):
-            os.remove(unfinished)
+    with whole_file(path) as file:
+        torch.save(state, file)
 
 
 def main(argv=None):

@@ -49,6 +49,9 @@ of its own, in one process and in turn, on batches of this text: a training step
 trainer, and generation by fairseq's generator, with the trained models. The curves over time are
 validation losses over updates times the measured seconds an update.
 
+Beyond the paper are talkconv_plus (a convolution of 3 tokens before the windows, and heads that
+begin with windows of all lengths) and talkconv_plus_wide (the same with longer windows).
+
   --task mt     translation: sacreBLEU with a 95% interval, and p by sacreBLEU's paired bootstrap
                 against the Transformer (default)
   --task lm     language models of --target-lang: perplexity, beside that of a unigram
@@ -87,11 +90,12 @@ def both(options):
 
 # One entry is one system: its options for fairseq-train. FFN is the width that is chosen so that
 # it has as many parameters as REFERENCE (of ConvS2S, the channels of its convolutions). Kernels
-# are as wide as TaLK's windows; ConvS2S has its own of 3, dense, in more layers.
+# are as wide as TaLK's windows, and as many in a layer where fairseq can (its decoders have as many
+# as attention has heads); ConvS2S has its own of 3, dense, in more layers.
 _CPU = both("--@-layers 3 --@-embed-dim 256 --@-ffn-embed-dim FFN --@-attention-heads 4")
 _CPU += " --share-all-embeddings --dropout 0.1 " + both("--@-normalize-before")
 _CPU_KERNELS = "--encoder-kernel-size-list [3,7,15] --decoder-kernel-size-list [2,4,8]"
-_CPU_KERNELS += " --input-dropout 0"
+_CPU_KERNELS += " --encoder-attention-heads 16 --input-dropout 0"
 _GPU = both("--@-ffn-embed-dim FFN") + " --share-all-embeddings --dropout 0.3"
 _GPU += " --attention-dropout 0.1"
 _GPU_KERNELS = "--encoder-kernel-size-list [3,7,15,31,31,31,31]"
@@ -99,7 +103,8 @@ _GPU_KERNELS += " --decoder-kernel-size-list [2,4,8,16,16,16]"
 _CPU_LM = "--decoder-layers 4 --decoder-embed-dim 256 --decoder-input-dim 256"
 _CPU_LM += " --decoder-output-dim 256 --decoder-ffn-embed-dim FFN --decoder-attention-heads 4"
 _CPU_LM += " --decoder-normalize-before --share-decoder-input-output-embed --dropout 0"
-_CPU_LM_KERNELS = "--decoder-kernel-size-list [2,4,8,16] --input-dropout 0"
+_CPU_LM_KERNELS = "--decoder-kernel-size-list [2,4,8,16] --decoder-attention-heads 16"
+_CPU_LM_KERNELS += " --input-dropout 0"
 _GPU_LM = _CPU_LM.replace("256", "512").replace("-layers 4", "-layers 6")
 _GPU_LM = _GPU_LM.replace("-heads 4", "-heads 8").replace("-dropout 0", "-dropout 0.3")
 _GPU_LM += " --attention-dropout 0.1"
@@ -182,17 +187,6 @@ SCHEDULES = {
     ("gpu", "summ"): Schedule(2500, 3, "5e-4", 500, 8000, 25, 5, 40, 8, source=400),
     ("cpu", "lm"): Schedule(1600, 1, "4e-3", 100, 1024, 20, 3, 20, 1),
     ("gpu", "lm"): Schedule(2500, 3, "2e-3", 400, 8192, 25, 5, 40, 2),
-}
-
-
-# Matrix products in bfloat16 on processors that have them in hardware; threads that sleep while
-# they wait; memory that is kept rather than handed back to the system after each tensor.
-FASTER_ON_A_CPU = {
-    "TALK_MATMUL_PRECISION": "medium",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "4000000000",
-    "MALLOC_TOP_PAD_": "64000000",
 }
 
 
@@ -460,6 +454,10 @@ def write_json(path, value):
     write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
+def read_json(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def remove(path):
     """Remove a file or folder that may not be there."""
     if path.is_dir():
@@ -557,7 +555,8 @@ class Comparison:
         """
         environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
         if self.args.preset == "cpu":
-            environment = {**FASTER_ON_A_CPU, **environment}
+            # Matrix products in bfloat16 on processors that have them in hardware.
+            environment["TALK_MATMUL_PRECISION"] = "medium"
         log.parent.mkdir(parents=True, exist_ok=True)
         # A command that outlives a killed comparison holds the folder's lock until it ends.
         with open(log, "a", encoding="utf-8") as file, subprocess.Popen(
@@ -695,13 +694,16 @@ class Comparison:
     def measure(self):
         """speeds.json, for the systems that have been trained."""
         path = self.out / "speeds.json"
-        checkpoints = {
-            name: self.run_folder(name, 1) / "averaged.pt"
-            for name, seed in self.runs()
-            if seed == 1 and (name, 1) not in self.failures
-        }
-        if path.exists() and json.loads(path.read_text()).keys() != checkpoints.keys():
-            path.unlink()  # ratios are of one measurement
+        checkpoints = {}  # of the first seed that was trained
+        for name, seed in self.runs():
+            if (name, seed) not in self.failures:
+                checkpoints.setdefault(name, self.run_folder(name, seed) / "averaged.pt")
+        if path.exists():
+            turns = {name: row["training"]["turns"] for name, row in read_json(path).items()}
+            if {name: len(t) for name, t in turns.items()} != dict.fromkeys(
+                checkpoints, self.args.turns
+            ):
+                path.unlink()  # ratios are of one measurement
 
         def make(partial):
             words = {
@@ -710,9 +712,16 @@ class Comparison:
             }
             write_json(partial, measure_speeds(self.args, words, checkpoints))
 
-        if checkpoints:
+        if not checkpoints:
+            return {}
+        try:
             self.once("measuring speed and memory, in turn", path, make)
-        return json.loads(path.read_text()) if checkpoints else {}
+        except Exception as error:  # the scores are not lost for it
+            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+            show(f"compare.sh: speeds: {why}")
+            self.failures["speeds", "any"] = why
+            return {}
+        return read_json(path)
 
     def go(self):
         """All of it; returns the results."""
@@ -962,7 +971,12 @@ def training_batches(args, task):
     """The first batches of training, the same for every system."""
     task.load_dataset("train")
     batches = task.get_batch_iterator(
-        task.dataset("train"), max_tokens=args.schedule.max_tokens, seed=1
+        task.dataset("train"),
+        max_tokens=args.schedule.max_tokens,
+        # As fairseq-train, which leaves out what fills more than a batch.
+        max_positions=None if args.task == "lm" else (args.schedule.max_tokens,) * 2,
+        ignore_invalid_inputs=True,
+        seed=1,
     ).next_epoch_itr(shuffle=True)
     return [batch for batch, _ in zip(batches, range(args.schedule.batches))]
 
@@ -1023,12 +1037,14 @@ def score_translations(comparison, results):
         bleu = BLEU(references=[references])
         signatures, scores = PairedTest(named, {"BLEU": bleu}, None, test_type="bs")()
         results["signature"] = str(signatures["BLEU"])
-        results["baseline"] = BASELINE if names[0] == BASELINE else None
+        tested = names[0] == BASELINE
+        if tested:
+            results["baseline"] = BASELINE
         for name, result in zip(scores["System"], scores["BLEU"]):
             systems[name]["seeds"][str(seed)].update(
                 bleu=result.score,
                 interval=[result.mean - result.ci, result.mean + result.ci],
-                p=result.p_value if results["baseline"] else None,
+                p=result.p_value if tested else None,
             )
     for row in systems.values():
         seeds = list(row["seeds"].values())
@@ -1129,7 +1145,7 @@ def table(results):
     base = systems.get(REFERENCE, {}).get("speed")
     lines = [header, ["---"] + ["---:"] * (len(header) - 1)]
     for name, row in systems.items():
-        if "score" not in row:
+        if "score" not in row or "error" in row:
             lines.append([name, row.get("error", "not trained")] + [""] * (len(header) - 2))
             continue
         cells = [name, f"{row['parameters']:,}", *score_cells(task, row)]
@@ -1138,10 +1154,13 @@ def table(results):
             ("training_tokens_per_second", "training"),
             ("generated_sentences_per_second", "generation"),
         ):
+            if speed is None:
+                cells += ["not measured", ""]
+                continue
             cells.append(f"{speed[key]:,.0f}" if part == "training" else f"{speed[key]:,.2f}")
             ratio = faster(base, speed, part) if base and name != REFERENCE else None
             cells.append("" if ratio is None else f"{ratio:.2f}x")
-        memory = speed["training"]["memory"]
+        memory = speed and speed["training"]["memory"]
         cells.append("" if memory is None else f"{memory / 2**20:,.0f}")
         lines.append(cells)
     for name, cells in baseline_rows(results):
@@ -1230,7 +1249,7 @@ def validation_runs(results):
     """The runs as plot_training.py draws them: validation, at the measured seconds an update."""
     runs = {}
     for name, row in results["systems"].items():
-        if "score" in row:
+        if "score" in row and row["speed"]:
             pace = row["speed"]["seconds_per_update"]
             runs[name] = [
                 {"train": [], "valid": [{**e, "seconds": e["updates"] * pace} for e in validation]}
@@ -1261,7 +1280,7 @@ def speed_figure(results):
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for number, ((name, row), colour) in enumerate(zip(systems.items(), colours(len(systems)))):
-        if "score" not in row:
+        if "score" not in row or not row["speed"]:
             continue
         for axis, speed in zip(axes, ("training_tokens", "generated_sentences")):
             axis.plot(
@@ -1302,7 +1321,7 @@ def main(arguments=None):
     lines = "\n".join(table(results)) + "\n"
     write_json(args.out / "results.json", results)
     write_whole(args.out / "compare.md", lines)
-    if any("score" in row for row in results["systems"].values()):
+    if any("score" in row and row["speed"] for row in results["systems"].values()):
         from plot_training import save_figure
 
         save_figure(validation_figure(results), args.out / "validation.png")

@@ -22,10 +22,9 @@ from urllib.parse import urlparse
 
 URL = re.compile(r"(https?|ftp|file)://", re.IGNORECASE)
 SUFFIXES = (".tgz", ".tar.gz", ".tar", ".zip")
-# What reading a damaged archive raises; RuntimeError and NotImplementedError: encrypted ones, and
-# those of other compressions.
+# What reading a damaged archive raises; NotImplementedError: one of another compression.
 DAMAGED = (EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, struct.error)
-DAMAGED += (zipfile.BadZipFile, NotImplementedError, RuntimeError, UnicodeDecodeError)
+DAMAGED += (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError)
 EXPANDS = 100  # times at most: text is packed to a tenth at best, a bomb to a thousandth
 SMALL = 1 << 24  # bytes that any archive may hold
 
@@ -123,6 +122,8 @@ def read_members(path, take):
                 if sum(info.file_size for info in archive.infolist()) > most:
                     raise ValueError(f"{path}: refused: over {most:,} bytes are packed in it")
                 for info in archive.infolist():
+                    if info.flag_bits & 1:
+                        raise ValueError(f"{path}: refused: {info.filename!r} in it is encrypted")
                     mode = info.external_attr >> 16  # of Unix; 0 from elsewhere
                     kind = "folder" if info.is_dir() else KINDS.get(stat.S_IFMT(mode), "file")
                     member(info.filename, kind, lambda info=info: archive.open(info))

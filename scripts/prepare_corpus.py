@@ -24,6 +24,16 @@ SMALL = 1 << 24  # bytes that any file may hold
 LONGEST = 1000  # pieces of a sentence to translate; the models take 1,024 positions
 
 
+def unpack(path, most):
+    """The bytes in a gzipped file, up to about `most`: a file may declare, or hold, any number."""
+    parts, size = [], 0
+    with gzip.open(path, "rb") as file:
+        while size <= most and (part := file.read(1 << 24)):
+            parts.append(part)
+            size += len(part)
+    return b"".join(parts)
+
+
 def read_sentences(folder, name):
     """The lines of ``folder/name`` or ``folder/name.gz``.
 
@@ -36,8 +46,7 @@ def read_sentences(folder, name):
         raise ValueError(f"{folder / name}: no such file, nor with .gz")
     most = EXPANDS * path.stat().st_size + SMALL
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            content = file.read(most + 1)
+        content = path.read_bytes() if path.suffix != ".gz" else unpack(path, most)
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: not readable as UTF-8 text: {error}") from None
     if len(content) > most:
@@ -149,6 +158,8 @@ def main():
     args = parser.parse_args()
     if args.cut_source is not None and args.cut_source < 1:
         parser.error(f"--cut-source: expected at least 1 piece, got {args.cut_source}")
+    if args.cut_source is not None and args.target_lang is None:
+        parser.error("--cut-source: expected --target-lang with it, got none")
     languages = [args.source_lang]
     if args.target_lang is not None:
         languages.append(args.target_lang)

@@ -36,8 +36,8 @@ def lines_of(path):
     damaged = 0
     try:
         with opened(path, "rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b"")):
-                if len(line) > LONGEST_LINE:
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 2), b"")):
+                if len(line.removesuffix(b"\n")) > LONGEST_LINE:
                     raise ValueError(
                         f"{path}: line {number + 1}: expected at most {LONGEST_LINE:,} bytes"
                     )

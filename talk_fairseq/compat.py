@@ -20,6 +20,7 @@ import contextlib
 import functools
 import glob
 import itertools
+import logging
 import math
 import os
 import shutil
@@ -228,9 +229,11 @@ def parameters_keep_their_kind(original, self, state_dict, *args, **kwargs):
     """
 
     def check(_, given, prefix, local_metadata, strict, missing, unexpected, errors):
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.named_parameters(remove_duplicate=False):
             value = given.get(name)
-            if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            if not isinstance(value, torch.Tensor) or value.is_floating_point():
+                continue
+            if parameter.is_floating_point():
                 errors.append(f"dtype mismatch for {name}: {value.dtype}, not {parameter.dtype}.")
 
     hook = self.register_load_state_dict_pre_hook(check)
@@ -403,16 +406,17 @@ def read_lines_as_they_are(original, input, buffer_size):
     """``fairseq-interactive`` also ends lines at lone carriage returns.
 
     Seen: more hypotheses than lines. Raises ValueError that names file and line for bytes that
-    are not UTF-8, of a file before anything is translated.
+    are not UTF-8, of a file that is no pipe before anything is translated.
     """
     with contextlib.ExitStack() as stack:
         if input == "-":
             name, file = "standard input", sys.stdin.buffer
         else:
             name, file = input, stack.enter_context(open(input, "rb"))
-            for _ in utf8_lines(file, name):
-                pass
-            file.seek(0)
+            if file.seekable():
+                for _ in utf8_lines(file, name):
+                    pass
+                file.seek(0)
         lines = (line.strip() for line in utf8_lines(file, name))
         while buffer := list(itertools.islice(lines, buffer_size)):
             yield buffer
@@ -453,12 +457,13 @@ def name_what_limits_lengths(original, self, *args, **kwargs):
         raise ValueError(f"{str(error).rstrip('.')}, or raise {flags}") from None
 
 
-@mends(fairseq.modules.learned_positional_embedding.LearnedPositionalEmbedding, "forward")
+@mends(fairseq.modules.learned_positional_embedding.LearnedPositionalEmbedding, "__call__")
 def name_what_limits_positions(original, self, input, incremental_state=None, positions=None):
     """More tokens than learned positions are ``IndexError: index out of range in self``.
 
     On a GPU, a failed assertion of the device that ends the process. Only the number of columns
-    is looked at, which is at least that of the positions.
+    is looked at, which is at least that of the positions. ``forward`` stays as it is for
+    TorchScript, which compiles it.
     """
     tokens = input.shape[1]
     if positions is None and tokens > self.max_positions:
@@ -659,15 +664,17 @@ def fp16_needs_a_gpu(original, self, cfg, *args, **kwargs):
 def overflow_needs_no_gpu():
     """Without a GPU, ``--memory-efficient-fp16`` ends at the first overflow.
 
-    Seen: ``Torch not compiled with CUDA enabled``, of the zero that is logged as the norm of
+    Seen: ``Torch not compiled with CUDA enabled``, of the zero that stands for the norm of
     gradients that overflowed. What the trainer makes a tensor of stays on the CPU.
     """
 
+    class OnTheCPU(torch.Tensor):
+        def cuda(self, *args, **kwargs):
+            return self.as_subclass(torch.Tensor)
+
     def tensor(*args, **kwargs):
         value = torch.tensor(*args, **kwargs)
-        if not torch.cuda.is_available():
-            value.cuda = lambda: value
-        return value
+        return value if torch.cuda.is_available() else value.as_subclass(OnTheCPU)
 
     overlay(fairseq.trainer, torch, tensor=tensor)
 
@@ -737,6 +744,9 @@ def a_finished_run_is_finished(original, cfg, trainer, task, epoch_itr):
     """
     most = cfg.optimization.max_update
     if most and trainer.get_num_updates() >= most:
+        logging.getLogger("fairseq_cli.train").info(
+            "finished: %d of --max-update %d", trainer.get_num_updates(), most
+        )
         return [None], True
     return original(cfg, trainer, task, epoch_itr)
 

@@ -39,11 +39,14 @@ class _RetainsDropout(nn.Module):
 
 
 def _spread_biases(heads, sides):
-    """Biases from -4 to 2, whose sigmoids are 0.02 to 0.88: on two sides all pairs of them."""
+    """Biases from -4 to 2, whose sigmoids are 0.02 to 0.88: on two sides pairs of them."""
+    if heads == 1:
+        return torch.zeros(sides)
     if sides == 1:
         return torch.linspace(-4, 2, heads)
     values = torch.linspace(-4, 2, math.ceil(math.sqrt(heads)))
-    return torch.cartesian_prod(values, values)[:heads].t().reshape(-1)
+    pairs = torch.cartesian_prod(values, values)
+    return pairs[torch.linspace(0, len(pairs) - 1, heads).round().long()].t().reshape(-1)
 
 
 class TaLKConv(_RetainsDropout):

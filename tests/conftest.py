@@ -1,4 +1,5 @@
 import gzip
+import importlib
 import os
 import shutil
 import subprocess
@@ -14,6 +15,13 @@ from talk_fairseq import cpu_backend
 
 # Most models here are too small for threads; test_operator.py uses two.
 torch.set_num_threads(1)
+
+
+def load_script(name):
+    """``scripts/NAME.py`` as a module."""
+    if str(ROOT / "scripts") not in sys.path:
+        sys.path.insert(0, str(ROOT / "scripts"))
+    return importlib.import_module(name)
 
 
 def pytest_addoption(parser):

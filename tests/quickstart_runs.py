@@ -1,7 +1,11 @@
 """What the tests of both quick starts share: a small corpus, and running the script on it."""
 
+import contextlib
 import gzip
+import os
+import signal
 import subprocess
+import time
 from itertools import islice
 
 from conftest import ROOT
@@ -46,3 +50,13 @@ class QuickStart:
         assert done.stdout == ""
         assert done.stderr.count("\n") == 1, done.stderr
         return done.stderr
+
+
+def kill_group(run):
+    """Kill a process that leads its group, and wait until none of the group is left."""
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.killpg(run.pid, 0)
+            time.sleep(0.05)

@@ -167,8 +167,8 @@ def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
     path = write(tmp_path / "1.pt", {"w": torch.ones(2)})
     averaged(tmp_path, path)
 
-    def disk_full(state, name):
-        Path(name).write_bytes(b"half")
+    def disk_full(state, file):
+        file.write(b"half")
         raise OSError("No space left on device")
 
     monkeypatch.setattr(torch, "save", disk_full)

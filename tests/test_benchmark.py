@@ -1,23 +1,19 @@
 """scripts/benchmark_talk_conv.py: what it prints and writes, and that its peers are the peers."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, load_script
 
 SCRIPT = ROOT / "scripts/benchmark_talk_conv.py"
 
 
 @pytest.fixture(scope="module")
 def benchmark():
-    spec = importlib.util.spec_from_file_location("benchmark_talk_conv", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmark_talk_conv")
 
 
 @pytest.fixture

@@ -1,13 +1,12 @@
 """scripts/benchmark_decoding.py: what it prints and writes, and that its models are as it says."""
 
-import importlib.util
 import json
 import statistics
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import load_script
 
 pytest.importorskip("fairseq")
 
@@ -18,11 +17,7 @@ SIZES = (
 
 @pytest.fixture(scope="module")
 def benchmark():
-    path = ROOT / "scripts/benchmark_decoding.py"
-    spec = importlib.util.spec_from_file_location("benchmark_decoding", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmark_decoding")
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """scripts/benchmark_training.py: what it times, prints and writes, and that its models are so."""
 
-import importlib.util
 import json
 import re
 import statistics
@@ -8,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import load_script
 
 pytest.importorskip("fairseq")
 
@@ -20,11 +19,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def benchmark():
-    path = ROOT / "scripts/benchmark_training.py"
-    spec = importlib.util.spec_from_file_location("benchmark_training", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmark_training")
 
 
 @pytest.fixture

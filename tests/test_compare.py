@@ -3,14 +3,14 @@
 import fcntl
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from quickstart_runs import TEST_VERSES, write_verses
+from quickstart_runs import TEST_VERSES, kill_group, write_verses
 
 pytest.importorskip("fairseq")
 
@@ -128,7 +128,7 @@ class Played:
         if name == "fairseq-train":
             system = command[command.index("--arch") + 1]
             name = f"train {system}"
-            checkpoints = comparison.run_folder(system, 1) / "checkpoints"
+            checkpoints = Path(command[command.index("--save-dir") + 1])
             self.restored = [word for word in command if word.endswith("_2.pt")]
         self.ran.append(name)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -165,13 +165,17 @@ class Played:
 
     def measure(self, args, words, checkpoints):
         self.ran.append("measure")
-        assert list(words) == list(checkpoints)
-        return {name: speed(0.5 if name == "talkconv" else 1.0) for name in words}
+        if self.broken == "measure":
+            raise AssertionError("sentences lengths")
+        assert list(words) == list(checkpoints) and all(
+            path.exists() for path in checkpoints.values()
+        )
+        return {name: speed(0.5 if name == "talkconv" else 1.0, args.turns) for name in words}
 
 
-def speed(seconds):
+def speed(seconds, turns=2):
     return {
-        "training": {"turns": [seconds, seconds], "seconds": seconds, "memory": 2**20},
+        "training": {"turns": [seconds] * turns, "seconds": seconds, "memory": 2**20},
         "generation": {"turns": [2 * seconds, seconds], "seconds": seconds, "memory": None},
         "seconds_per_update": seconds,
         "training_tokens_per_second": 800 / seconds,
@@ -251,6 +255,33 @@ def test_a_failed_training_does_not_stop_the_others(played, verses, tmp_path, ca
     played.broken = None
     assert compare.main(arguments(verses, out)) == 0
     assert "error" not in json.loads((out / "results.json").read_text())["systems"]["talkconv"]
+
+
+def test_scores_outlive_a_failed_measurement_of_speed(played, verses, tmp_path, capsys):
+    out = tmp_path / "run"
+    played.broken = "measure"
+    assert compare.main(arguments(verses, out)) == 1
+    assert "speeds: AssertionError: sentences lengths" in capsys.readouterr().out
+    table = (out / "compare.md").read_text()
+    assert "100.00" in table and table.count("not measured") == 4
+
+    played.broken, played.ran = None, []
+    assert compare.main(arguments(verses, out)) == 0
+    assert played.ran == ["measure"] and "not measured" not in (out / "compare.md").read_text()
+    # Once is enough, but for another number of turns.
+    for turns, ran in ((5, []), (3, ["measure"])):
+        played.ran = []
+        assert compare.main(arguments(verses, out, "--turns", str(turns))) == 0
+        assert played.ran == ran
+
+
+def test_a_missing_seed_is_not_averaged_away(played, verses, tmp_path):
+    out = tmp_path / "run"
+    assert compare.main(arguments(verses, out)) == 0
+    played.broken = "train talkconv"  # only its second seed is still to be trained
+    assert compare.main(arguments(verses, out, "--seeds", "2")) == 1
+    [row] = [line for line in (out / "compare.md").read_text().splitlines() if "talkconv" in line]
+    assert "seed 2: fairseq-train failed" in row and "100.00" not in row
 
 
 def test_scores_are_those_of_sacrebleu(played, verses, tmp_path):
@@ -393,8 +424,7 @@ def test_a_comparison_killed_in_training_resumes_where_it_was(verses, tmp_path):
                     break
                 time.sleep(0.1)
         finally:
-            os.killpg(run.pid, signal.SIGKILL)
-            run.wait()
+            kill_group(run)
     reached = max(map(compare.updates_of, compare.numbered(checkpoints)))
     assert reached < 20
     trained = (out / "talkconv/1/averaged.pt").stat().st_mtime_ns

@@ -561,6 +561,7 @@ BROKEN = {
     "bytearray": pickled(b"\x80\x02c__builtin__\nbytearray\n\x8a\x05\x00\xe4\x0b\x54\x02\x85R."),
     "deep lists": pickled(b"\x80\x02" + b"]" * 10**6 + b"a" * (10**6 - 1) + b"."),
     "deep tuples": pickled(b"\x80\x02)" + b"\x85" * 40_000 + b"."),
+    "a key of tuples": pickled(b"\x80\x02})" + b"\x85" * 40_000 + b"Ns."),
     "a deep key": pickled(b"\x80\x02})" + b"\x85" * 400_000 + b"Ns."),
     "a billion values": holds(extra_state={"x": laughs()}),
     "a circle": holds(extra_state={"x": circle()}),

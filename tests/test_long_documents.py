@@ -59,10 +59,9 @@ def test_memory_is_linear_in_the_length(capsys):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    for line in done.stdout.splitlines():
-        if not line.startswith("["):
-            continue
-        name, half, full = json.loads(line)
+    peaks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert [name for name, *_ in peaks] == ["operator", "encoder"]
+    for name, half, full in peaks:
         with capsys.disabled():
             print(
                 f"\n{name}: {full / 2**20:.0f} MiB for 100,000 tokens, {half / 2**20:.0f} for half"

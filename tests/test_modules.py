@@ -68,6 +68,8 @@ def test_spread_offsets_begin_between_nothing_and_the_largest_window(heads):
     pairs = torch.stack(both.predict_offsets(torch.zeros(1, 1, 112))).reshape(2, heads)
     assert len(set(zip(*pairs.tolist()))) == heads
     assert 0.017 < pairs.min() and pairs.max() < 0.89
+    if heads > 1:  # both sides reach from nothing to the largest window
+        assert pairs.amax(1).min() > 0.87 and pairs.amin(1).max() < 0.02
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -1,16 +1,14 @@
 """scripts/quickstart.sh from end to end on a few verses, and what it refuses."""
 
 import fcntl
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
 
 import pytest
 from conftest import ROOT
-from quickstart_runs import TEST_VERSES, QuickStart, write_verses
+from quickstart_runs import TEST_VERSES, QuickStart, kill_group, write_verses
 
 pytest.importorskip("fairseq")
 
@@ -85,8 +83,7 @@ def test_a_run_killed_in_training_resumes_where_it_was(verses, tmp_path):
                     break
                 time.sleep(0.1)
         finally:
-            os.killpg(run.pid, signal.SIGKILL)
-            run.wait()
+            kill_group(run)
     (reached,) = sorted(updates(checkpoints))[-1:]
     assert reached < 60
     assert not (out / "averaged.pt").exists()

@@ -376,7 +376,7 @@ def test_ablation_scores_a_row(verses, tmp_path):
     assert key.endswith(" other data") and result["other_data"] == ["lines of train"]
     assert 0 <= result["seeds"]["3"] < 100
     assert result["changed"]["model.encoder_embed_dim"] == 32
-    folder = tmp_path / "runs/ablation_6_four_heads/seed_3"
+    [folder] = tmp_path.glob("runs/ablation_6_four_heads-*/seed_3")
     config = torch.load(folder / "checkpoint_last.pt", weights_only=False)["cfg"]
     assert config["common"]["seed"] == 3
 
@@ -387,7 +387,8 @@ def test_ablation_goes_on_and_counts_what_diverged(tmp_path, monkeypatch, capsys
     scores |= {("ablation_2_normalised", 1): 35.0, ("ablation_2_normalised", 2): 36.0}
     made = []
 
-    def score(row, seed, args):
+    def score(row, key, seed, args):
+        assert key == row
         if len(made) == 3:
             raise ablation.Failed("train.py failed with status 1")
         made.append((row, seed))
@@ -409,6 +410,31 @@ def test_ablation_goes_on_and_counts_what_diverged(tmp_path, monkeypatch, capsys
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["ablation_1_one_window", "diverges", "diverged", "2"]
     assert lines[2].split() == "ablation_2_normalised 35.70 +- .1 35.50 +- 0.71 2".split()
+
+
+def test_ablation_does_not_take_a_refused_run_for_one_that_diverged(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise ablation.Failed("train.py failed with status 2")
+
+    monkeypatch.setattr(ablation, "run", refuse)
+    args = SimpleNamespace(save_dir=tmp_path, data=tmp_path, cpu=True, overrides=[])
+    folder = tmp_path / "ablation_1_one_window/seed_1"
+    folder.mkdir(parents=True)
+    (folder / "crash.pt").touch()  # of an earlier run
+    with pytest.raises(ablation.Failed):
+        ablation.score("ablation_1_one_window", "ablation_1_one_window", 1, args)
+
+
+def test_ablation_folders_are_of_settings_and_data(tmp_path):
+    def folder(key, data="bin"):
+        args = SimpleNamespace(save_dir=tmp_path, data=tmp_path / data)
+        return ablation.run_folder(key, 1, args).relative_to(tmp_path)
+
+    assert str(folder("row")) == "row/seed_1"
+    keys = ["row optimization.max_update=10", "row model.dropout=0.2", "row other data"]
+    folders = [folder("row"), *map(folder, keys), folder("row other data", "bin2")]
+    assert len(set(folders)) == 5
+    assert folder("row other data checkpoint.keep_last_epochs=1") == folder("row other data")
 
 
 def test_ablation_keeps_other_settings_apart(tmp_path, monkeypatch, capsys):

@@ -412,7 +412,7 @@ class TaLKConvModel(TransformerModelBase):
         return TaLKConvDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
 
 
-# --- Beyond the paper: what made the small models of scripts/compare.sh better ---
+# --- Beyond the paper ---
 
 _PLUS = {"spread_offsets": True, "encoder_short_kernel": 3, "decoder_short_kernel": 3}
 
