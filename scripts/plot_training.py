@@ -379,7 +379,7 @@ def main(arguments=None):
     except (OSError, ValueError) as error:
         print(f"plot_training.py: {error}", file=sys.stderr)
         return 2
-    print(f"written: {args.output}, {', '.join(runs)}")
+    print(f"written: {args.output} of {', '.join(runs)}")
     return 0
 
 

@@ -631,7 +631,7 @@ def test_plot_training_command(tmp_path, capsys):
     arguments = [str(first), f"second={first.parent}", str(tmp_path / "two")]
     assert plot_training.main([*arguments, "--output", str(output)]) == 0
     names = "first, second, two transformer_lm, two talkconv_lm"
-    assert capsys.readouterr().out == f"written: {output}, {names}\n"
+    assert capsys.readouterr().out == f"written: {output} of {names}\n"
     assert output.read_bytes().endswith(b"IEND\xaeB`\x82")
     assert [path.name for path in output.parent.iterdir()] == ["curves.png"]
 
