@@ -24,6 +24,11 @@ def load_script(name):
     return importlib.import_module(name)
 
 
+def alone():
+    """Whether no other process of pytest-xdist takes memory and cores from what is timed."""
+    return "PYTEST_XDIST_WORKER" not in os.environ
+
+
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="also every row of the recipes: an hour")
 

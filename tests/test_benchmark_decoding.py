@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import load_script
+from conftest import alone, load_script
 
 pytest.importorskip("fairseq")
 
@@ -288,7 +288,7 @@ def test_not_slower_than_dynamicconv(benchmark, tmp_path):
     benchmark.main([*options.split(), "--output", str(tmp_path / "decoding")])
     (cell,) = json.loads((tmp_path / "decoding.json").read_text())["cells"]
     seconds = {name: row["seconds"] for name, row in cell["results"].items()}
-    assert seconds["talkconv"] <= 1.1 * seconds["dynamicconv"], seconds
+    assert seconds["talkconv"] <= (1.1 if alone() else 1.3) * seconds["dynamicconv"], seconds
 
 
 @pytest.mark.slow
