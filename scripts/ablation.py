@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from train import CONFIGS, ROOT, BadInput, check_options, read_config, with_overrides
+from whole_files import write_whole
 
 BENCHMARK = "iwslt14_de_en"
 
@@ -181,9 +182,7 @@ def main(arguments=None):
                 print(f"ablation.sh: {row}, seed {seed}: {error}", file=sys.stderr)
                 return 1
             results[key] = {"seeds": scores, **summary(scores), **others[row]}
-            part = path.with_name(path.name + ".partial")
-            part.write_text(json.dumps(dict(sorted(results.items())), indent=2) + "\n")
-            part.replace(path)
+            write_whole(path, json.dumps(dict(sorted(results.items())), indent=2) + "\n")
     print(table(results))
     return 0
 

@@ -56,6 +56,7 @@ from fairseq.dataclass.configs import GenerationConfig
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.modules.dynamic_convolution import DynamicConv1dTBC
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
+from whole_files import write_whole
 
 MODELS = ("talkconv", "transformer", "lightconv", "dynamicconv", "dynamicconv-band")
 # Of logits, relative to the largest, and of log-probabilities.
@@ -498,14 +499,6 @@ def print_positions(cell):
 # --- Output ---
 
 
-def write_whole(path, text):
-    """Write a file so that no interruption leaves half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    os.replace(part, path)
-
-
 def plot(path, panels, xlabel):
     """Curves on log-log axes: `panels` is {(title, ylabel): {model: [(x, y), …]}}."""
     import matplotlib
@@ -648,6 +641,7 @@ def main(arguments=None):
     json_path, png_path = (args.output.with_name(args.output.name + e) for e in (".json", ".png"))
 
     def save():
+        json_path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(json_path, json.dumps(record, indent=1) + "\n")
 
     try:

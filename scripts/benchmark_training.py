@@ -54,7 +54,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where this file is imported
 
 import benchmark_decoding as decoding  # first, as it mends fairseq and keeps its logging quiet
-from benchmark_decoding import Sizes, Unavailable, show_progress, write_whole
+from benchmark_decoding import Sizes, Unavailable, show_progress
+from whole_files import write_whole
 
 # isort: split
 from fairseq import options
@@ -620,6 +621,7 @@ def main(arguments=None):
     json_path, png_path = (args.output.with_name(args.output.name + e) for e in (".json", ".png"))
 
     def save():
+        json_path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(json_path, json.dumps(record, indent=1) + "\n")
 
     before = torch.get_float32_matmul_precision()

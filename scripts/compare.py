@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need 
 
 import numpy as np
 import prepare_corpus
+from whole_files import write_whole
 
 # PyTorch and fairseq take seconds to import: what needs them does so where it runs.
 
@@ -441,13 +442,6 @@ def try_step(words, device):
 
 def show(text=""):
     print(text, flush=True)
-
-
-def write_whole(path, text):
-    """Write a file so that no interruption leaves half of it."""
-    part = path.with_name(path.name + ".partial")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
 
 
 def write_json(path, value):

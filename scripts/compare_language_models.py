@@ -19,6 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
 
+from whole_files import write_whole
+
 from talk_fairseq.checkpoint_files import read_checkpoint
 
 END, UNKNOWN = "</s>", "<unk>"
@@ -135,9 +137,7 @@ def main(arguments=None):
         results = compare(args.corpus, args.language, args.models)
     except (OSError, ValueError) as error:
         sys.exit(f"compare_language_models.py: {error}")
-    partial = args.output.with_name(args.output.name + ".partial")
-    partial.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    partial.replace(args.output)
+    write_whole(args.output, json.dumps(results, indent=2) + "\n")
     print(*table(results), sep="\n")
     test = results["test"]
     print(

@@ -7,7 +7,6 @@ import html
 import json
 import logging
 import math
-import os
 import re
 import sys
 from datetime import UTC, datetime
@@ -19,6 +18,7 @@ from average_checkpoints import EPOCHS, UPDATES, average_checkpoints, find_check
 from fairseq.dataclass.configs import GenerationConfig
 from omegaconf import OmegaConf
 from train import CONFIGS, ROOT, BadInput, check_options, flat, read_config, with_overrides
+from whole_files import write_whole
 
 import talk_fairseq  # noqa: F401  registers the models and mends fairseq
 from talk_fairseq.checkpoint_files import read_checkpoint
@@ -194,13 +194,6 @@ def write_lines(path, lines):
         file.writelines(line + "\n" for line in lines)
 
 
-def write_json(path, value):
-    """Write the file as a whole."""
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    part.write_text(value + "\n", encoding="utf-8")
-    part.replace(path)
-
-
 def append_result(path, result):
     """Add a line to the JSON list in `path`. Raises ValueError if there is something else."""
     results = []
@@ -213,7 +206,7 @@ def append_result(path, result):
             raise ValueError(f"--results: expected a JSON list in {path}, got something else")
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(each, ensure_ascii=False) for each in [*results, result]]
-    write_json(path, "[\n" + ",\n".join(lines) + "\n]")
+    write_whole(path, "[\n" + ",\n".join(lines) + "\n]\n")
 
 
 def read_hypotheses(path, count):
@@ -622,7 +615,7 @@ def evaluate(args):
     }
     if trials:
         result["trials"] = trials
-    write_json(written, json.dumps(result, indent=2, ensure_ascii=False))
+    write_whole(written, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     if args.results:
         append_result(Path(args.results), result)
     return result

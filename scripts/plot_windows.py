@@ -23,7 +23,6 @@ has to be in pieces already, with spaces between them.
 import argparse
 import contextlib
 import json
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +44,7 @@ import talk_fairseq  # noqa: F401 (first, as it mends fairseq and keeps its logg
 from fairseq import checkpoint_utils
 from fairseq.dataclass.configs import GenerationConfig
 from plot_training import save_figure
+from whole_files import write_whole
 
 from talk_fairseq.modules import TaLKConv
 
@@ -611,9 +611,7 @@ def run(args):
         paths.append(args.output.with_name(f"{args.output.name}.{name}.png"))
         save_figure(figure, paths[-1])
     paths.append(args.output.with_name(f"{args.output.name}.json"))
-    part = paths[-1].with_name(paths[-1].name + ".part")
-    part.write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, paths[-1])
+    write_whole(paths[-1], json.dumps(record, ensure_ascii=False, indent=1) + "\n")
     return paths
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from whole_files import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
@@ -433,13 +434,6 @@ def plan(args):
     return [str(word) for word in command], environment, save_dir, trained
 
 
-def write(path, text):
-    """Write a file as a whole: another process sees all of it or none."""
-    part = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")
-    part.write_text(text)
-    part.replace(path)
-
-
 def main(arguments=None):
     args = parse(arguments)
     try:
@@ -453,7 +447,7 @@ def main(arguments=None):
     if args.dry_run:
         return 0
     save_dir.mkdir(parents=True, exist_ok=True)
-    write(save_dir / "trained.yaml", OmegaConf.to_yaml(trained))
+    write_whole(save_dir / "trained.yaml", OmegaConf.to_yaml(trained))
     os.execve(command[0], command, {**os.environ, **environment})
 
 

@@ -24,6 +24,12 @@ def load_script(name):
     return importlib.import_module(name)
 
 
+def write_dictionaries(folder, words):
+    """The dictionaries of translation and of a language model, of as many words with specials."""
+    for name in ("dict.es.txt", "dict.en.txt", "dict.txt"):
+        (folder / name).write_text("".join(f"w{index} 1\n" for index in range(words - 4)))
+
+
 def alone():
     """Whether no other process of pytest-xdist takes memory and cores from what is timed."""
     return "PYTEST_XDIST_WORKER" not in os.environ

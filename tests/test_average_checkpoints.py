@@ -1,16 +1,16 @@
 """scripts/average_checkpoints.py on checkpoints small enough to average by hand."""
 
 import argparse
-import runpy
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import load_script
 
 pytest.importorskip("fairseq")
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "average_checkpoints.py"
-average = argparse.Namespace(**runpy.run_path(str(SCRIPT)))
+average = load_script("average_checkpoints")
 
 
 def write(path, model, **rest):

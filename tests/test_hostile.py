@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import pickle
 import random
-import runpy
 import stat
 import subprocess
 import sys
@@ -27,7 +26,7 @@ import numpy as np
 import published
 import pytest
 import torch
-from conftest import ROOT, fairseq
+from conftest import ROOT, fairseq, load_script, write_dictionaries
 
 pytest.importorskip("fairseq")
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -45,9 +44,9 @@ from talk_fairseq.models.talkconv import TaLKConvModel
 
 WORDS = 97
 MIB = 1 << 20
-average = argparse.Namespace(**runpy.run_path(str(ROOT / "scripts/average_checkpoints.py")))
-compare = argparse.Namespace(**runpy.run_path(str(ROOT / "scripts/compare_language_models.py")))
-corpora = argparse.Namespace(**runpy.run_path(str(ROOT / "scripts/prepare_corpus.py")))
+average = load_script("average_checkpoints")
+compare = load_script("compare_language_models")
+corpora = load_script("prepare_corpus")
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +55,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dictionaries")
     write_dictionaries(folder, WORDS)
     return folder
-
-
-def write_dictionaries(folder, words):
-    for name in ("dict.es.txt", "dict.en.txt", "dict.txt"):
-        (folder / name).write_text("".join(f"w{index} 1\n" for index in range(words - 4)))
 
 
 OPTIONS = published.translation_args(

@@ -11,7 +11,7 @@ import numpy as np
 import published
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, write_dictionaries
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 
@@ -38,8 +38,7 @@ TARGET = "w2 w71 w82 w81 w82 w84 w59 w0 w45"
 def data(tmp_path_factory):
     """A folder with the dictionaries of both tasks, of WORDS words."""
     folder = tmp_path_factory.mktemp("dictionaries")
-    for name in ("dict.es.txt", "dict.en.txt", "dict.txt"):
-        (folder / name).write_text("".join(f"w{index} 1\n" for index in range(WORDS - 4)))
+    write_dictionaries(folder, WORDS)
     return folder
 
 

@@ -1,21 +1,19 @@
 """scripts/quickstart_lm.sh from end to end on a few verses, what it refuses, and its table."""
 
-import argparse
 import fcntl
 import json
 import re
-import runpy
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import load_script
 from quickstart_runs import TEST_VERSES, QuickStart, write_verses
 
 pytest.importorskip("fairseq")
 
 MODELS = ("unigram", "transformer_lm", "talkconv_lm")
-compare = argparse.Namespace(**runpy.run_path(str(ROOT / "scripts/compare_language_models.py")))
-prepare = argparse.Namespace(**runpy.run_path(str(ROOT / "scripts/prepare_corpus.py")))
+compare = load_script("compare_language_models")
+prepare = load_script("prepare_corpus")
 
 
 _script = QuickStart("quickstart_lm.sh", timeout=900)

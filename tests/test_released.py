@@ -14,7 +14,7 @@ from itertools import islice
 import published
 import pytest
 import torch
-from conftest import ROOT, fairseq
+from conftest import ROOT, fairseq, write_dictionaries
 
 pytest.importorskip("fairseq")
 
@@ -33,8 +33,7 @@ WORDS = 97
 def folder(tmp_path_factory):
     """A folder with the dictionaries of both tasks, of WORDS words."""
     folder = tmp_path_factory.mktemp("released")
-    for name in ("dict.es.txt", "dict.en.txt", "dict.txt"):
-        (folder / name).write_text("".join(f"w{index} 1\n" for index in range(WORDS - 4)))
+    write_dictionaries(folder, WORDS)
     return folder
 
 
