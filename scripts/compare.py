@@ -2,6 +2,7 @@
 """Train TaLK and its peers on the same text and compare them; see scripts/compare.sh --help."""
 
 import argparse
+import concurrent.futures
 import contextlib
 import fcntl
 import hashlib
@@ -9,6 +10,7 @@ import importlib.metadata
 import io
 import json
 import logging
+import math
 import os
 import platform
 import re
@@ -16,6 +18,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,13 +45,15 @@ DESCRIPTION = """\
 Trains TaLK, Transformer, LightConv, DynamicConv and ConvS2S on the same text, cut into the same
 pieces (a joint SentencePiece BPE of 4,000), with as many parameters (feed-forward layers are made
 as wide as that takes), for the same updates on the same batches, with the same schedule and seeds.
-Averages the last checkpoints, generates with the same beam, scores the test set, and measures speed
-and memory. Prints a table, and writes it with all numbers and plots to the folder.
+Only the peak learning rate is each system's own: the best, on the validation set, of some that each
+tries for a quarter of the updates. Averages the last checkpoints, generates with the same beam,
+scores the test set, and measures speed and memory. Prints a table, and writes it with all numbers
+and plots to the folder.
 
-Quality comes from a number of updates, whatever else the machine does. Speed is measured in a step
-of its own, in one process and in turn, on batches of this text: a training step by fairseq's
-trainer, and generation by fairseq's generator, with the trained models. The curves over time are
-validation losses over updates times the measured seconds an update.
+Quality comes from a number of updates, whatever else the machine does, and systems are trained side
+by side. Speed is measured in a step of its own, in one process and in turn, on batches of this
+text: a training step by fairseq's trainer, and generation by fairseq's generator, with the trained
+models. The curves over time are validation losses over updates times measured seconds an update.
 
 Beyond the paper are talkconv_plus (a convolution of 3 tokens before the windows, and heads that
 begin with windows of all lengths) and talkconv_plus_wide (the same with longer windows).
@@ -70,6 +75,7 @@ the folder:
   settings.json                      what all systems share; another run in the folder is refused
   corpus/, binarised/                the text, in pieces and as numbers
   systems.json                       options and parameters of each system, or why it cannot run
+  SYSTEM/rates/RATE.log              the short runs, and in SYSTEM/rates.json what came of them
   SYSTEM/SEED/train.log, averaged.pt, generated/, averaged.txt (lm: perplexity)
   SYSTEM/SEED/checkpoints/           while it trains
   speeds.json                        seconds of each turn, tokens and sentences a second, memory
@@ -170,7 +176,7 @@ class Schedule:
 
     updates: int
     seeds: int
-    lr: str
+    rates: tuple  # peak learning rates that each system tries
     warmup: int
     max_tokens: int  # of a batch
     checkpoints: int  # and validations of a run
@@ -180,14 +186,15 @@ class Schedule:
     source: int = 1024  # tokens of a source that may be read; of summaries, where it is cut
 
 
+LOW, HIGH = ("5e-4", "1e-3", "2e-3"), ("1e-3", "2e-3", "4e-3")
 # Of the task where it has a schedule of its own, else of its kind.
 SCHEDULES = {
-    ("cpu", "seq2seq"): Schedule(1600, 1, "2e-3", 150, 800, 20, 3, 20, 2),
-    ("cpu", "summ"): Schedule(3200, 1, "2e-3", 300, 2000, 20, 5, 20, 2, source=96),
-    ("gpu", "seq2seq"): Schedule(2500, 3, "5e-4", 500, 8000, 25, 5, 40, 8),
-    ("gpu", "summ"): Schedule(2500, 3, "5e-4", 500, 8000, 25, 5, 40, 8, source=400),
-    ("cpu", "lm"): Schedule(1600, 1, "4e-3", 100, 1024, 20, 3, 20, 1),
-    ("gpu", "lm"): Schedule(2500, 3, "2e-3", 400, 8192, 25, 5, 40, 2),
+    ("cpu", "seq2seq"): Schedule(1600, 1, ("5e-4", *HIGH), 150, 800, 20, 3, 20, 2),
+    ("cpu", "summ"): Schedule(3200, 1, LOW, 300, 2000, 20, 5, 20, 2, source=96),
+    ("gpu", "seq2seq"): Schedule(2500, 3, LOW, 500, 8000, 25, 5, 40, 8),
+    ("gpu", "summ"): Schedule(2500, 3, LOW, 500, 8000, 25, 5, 40, 8, source=400),
+    ("cpu", "lm"): Schedule(1600, 1, HIGH, 100, 1024, 20, 3, 20, 1),
+    ("gpu", "lm"): Schedule(2500, 3, HIGH, 400, 8192, 25, 5, 40, 2),
 }
 
 
@@ -225,6 +232,9 @@ def parse(arguments=None):
     add("--systems", metavar="A,B", help="which to compare (default: all)")
     add("--seeds", type=int, metavar="N", help="runs of each system, with seeds 1 to N (1; gpu: 3)")
     add("--updates", type=int, metavar="N", help="of each run (1,600, summ: 3,200; gpu: 2,500)")
+    add("--lr", metavar="A,B", help="peak learning rates to try, or one for all (of the preset)")
+    add("--jobs", type=int, metavar="N", help="trainings side by side (cpu: one a core, at most 4; "
+        "gpu: 1)")  # fmt: skip
     add("--turns", type=int, metavar="N", default=5, help="of the speed measurement (5)")
     add("--restart", action="store_true", help="throw away what an earlier comparison left there")
     args = parser.parse_args(arguments)
@@ -232,11 +242,22 @@ def parse(arguments=None):
     args.kind = kind_of(args.task)
     own = args.preset, args.task
     args.schedule = SCHEDULES[own if own in SCHEDULES else (args.preset, args.kind)]
-    for name in ("seeds", "updates", "turns"):
+    cores = len(os.sched_getaffinity(0))
+    defaults = {"jobs": min(cores, 4) if args.preset == "cpu" else 1, **vars(args.schedule)}
+    for name in ("seeds", "updates", "turns", "jobs"):
         if getattr(args, name) is None:
-            setattr(args, name, getattr(args.schedule, name))
+            setattr(args, name, defaults[name])
         if getattr(args, name) < 1:
             raise BadInput(f"--{name}: expected at least 1, got {getattr(args, name)}")
+    args.threads = max(1, cores // args.jobs)
+    args.rates = args.lr.split(",") if args.lr else list(args.schedule.rates)
+    for rate in args.rates:
+        try:
+            valid = 0 < float(rate) < math.inf
+        except ValueError:
+            valid = False
+        if not valid:
+            raise BadInput(f"--lr: expected positive numbers, got {args.lr!r}")
     known = dict(SYSTEMS[args.preset, args.kind])
     if args.task == "summ":  # ConvS2S takes two tokens fewer than what sources are cut to
         known.pop("convs2s", None)
@@ -309,9 +330,12 @@ def device_options(args):
     return ["--cpu", "--num-workers", "0"]
 
 
-def training_options(args, data, system_options):
-    """The words after fairseq-train, but for the seed and the checkpoints' folder."""
-    schedule, updates = args.schedule, args.updates
+def training_options(args, data, system_options, rate=1, updates=None):
+    """The words after fairseq-train, but for the seed and the checkpoints' folder.
+
+    `rate` is the peak learning rate; `updates` those of a run (default: of the comparison).
+    """
+    schedule, updates = args.schedule, updates or args.updates
     interval = max(1, updates // schedule.checkpoints)
     if args.task == "lm":
         criterion = ["--criterion", "cross_entropy"]
@@ -321,7 +345,7 @@ def training_options(args, data, system_options):
         *data_options(args, data), *system_options.split(), *criterion,
         "--optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--clip-norm", "1.0",
         "--weight-decay", "1e-4" if args.preset == "gpu" else "0",
-        "--lr", schedule.lr, "--lr-scheduler", "polynomial_decay",
+        "--lr", str(rate), "--lr-scheduler", "polynomial_decay",
         "--warmup-updates", str(min(schedule.warmup, max(1, updates // 4))),
         "--total-num-update", str(updates), "--max-update", str(updates),
         "--max-tokens", str(schedule.max_tokens),
@@ -441,7 +465,7 @@ def try_step(words, device):
 
 
 def show(text=""):
-    print(text, flush=True)
+    print(text + "\n", end="", flush=True)  # in one piece, beside other threads
 
 
 def write_json(path, value):
@@ -466,7 +490,10 @@ class Comparison:
     def __init__(self, args, corpus):
         self.args, self.out = args, args.out
         self.corpus, self.data = self.out / "corpus", self.out / "binarised"
-        self.step, self.steps = 0, 4 + 2 * len(args.systems) * args.seeds
+        tries = len(args.rates) if len(args.rates) > 1 else 0
+        self.step, self.steps = 0, 4 + len(args.systems) * (2 * args.seeds + tries)
+        self.counting = threading.Lock()  # of the steps
+        self.stopped, self.running = False, set()  # commands, to be stopped together
         self.systems = {}  # of systems.json
         self.failures = {}  # {(system, seed): why}
         self.open_folder(corpus)
@@ -484,8 +511,9 @@ class Comparison:
             "sha256": hashlib.sha256(text.encode()).hexdigest(),
             "languages": args.languages,
             "updates": args.updates,
+            "rates": args.rates,
             "vocabulary": VOCABULARY,
-            "training": training_options(args, "DATA", "SYSTEM"),
+            "training": training_options(args, "DATA", "SYSTEM", "RATE"),
             "averaged": args.schedule.averaged,
             "generation": {} if args.task == "lm" else generation_options(args),
             "reference": with_width(
@@ -532,10 +560,12 @@ class Comparison:
 
     def once(self, title, made, make):
         """Run ``make(partial)`` unless `made` is there; it gets its name when it is whole."""
-        self.step += 1
+        with self.counting:
+            self.step += 1
+            step = self.step
         if made.exists():
             return
-        show(f"\n== {self.step} of {self.steps}: {title}")
+        show(f"\n== {step} of {self.steps}: {title}")
         partial = made.with_name(made.name + ".partial")
         remove(partial)
         made.parent.mkdir(parents=True, exist_ok=True)
@@ -551,6 +581,7 @@ class Comparison:
         if self.args.preset == "cpu":
             # Matrix products in bfloat16 on processors that have them in hardware.
             environment["TALK_MATMUL_PRECISION"] = "medium"
+            environment.setdefault("OMP_NUM_THREADS", str(self.args.threads))
         log.parent.mkdir(parents=True, exist_ok=True)
         # A command that outlives a killed comparison holds the folder's lock until it ends.
         with open(log, "a", encoding="utf-8") as file, subprocess.Popen(
@@ -558,11 +589,13 @@ class Comparison:
             cwd=ROOT, env=environment, pass_fds=[self.lock.fileno()],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         ) as process:  # fmt: skip
+            self.running.add(process)
             for line in process.stdout:
                 file.write(line)
                 file.flush()
                 if watch:
                     watch(line)
+        self.running.discard(process)
         if process.returncode:
             tail = log.read_text(encoding="utf-8").splitlines()[-15:]
             name = Path(command[0]).name
@@ -628,11 +661,88 @@ class Comparison:
         write_json(path, known)
         self.systems = {name: known[name] for name in self.args.systems}
 
+    def side_by_side(self, work, items):
+        """``work(*item)`` of each item, some at a time; what stops one stops all."""
+
+        def unless_stopped(*item):
+            if self.stopped:
+                return
+            try:
+                work(*item)
+            except BaseException:
+                self.stopped = True
+                raise
+
+        pool = concurrent.futures.ThreadPoolExecutor(self.args.jobs)
+        try:
+            futures = [pool.submit(unless_stopped, *item) for item in items]
+            ended = concurrent.futures.wait(futures, return_when="FIRST_EXCEPTION").done
+            for future in ended:
+                future.result()
+        except BaseException:
+            self.stopped = True
+            for process in list(self.running):
+                process.terminate()
+            raise
+        finally:
+            pool.shutdown()
+
+    def progress(self, name):
+        """What shows how far a training is."""
+        return Progress(self.args.updates, "" if self.args.jobs == 1 else f"{name}: ")
+
+    def rates_file(self, name):
+        return self.out / name / "rates.json"
+
+    def try_rate(self, name, rate):
+        """A short run of a system, in SYSTEM/rates/RATE.log, unless its rate has been chosen."""
+        log, updates = self.out / name / "rates" / f"{rate}.log", max(1, self.args.updates // 4)
+        if self.rates_file(name).exists():
+            with self.counting:
+                self.step += 1
+            return
+        options = self.systems[name]["options"]
+        words = training_options(self.args, self.data, options, rate, updates)
+
+        def make(partial):
+            self.run(
+                [command("fairseq-train"), *words, "--seed", 1, "--save-dir", log.parent,
+                 "--no-save", "--validate-interval-updates", updates],
+                partial,
+            )  # fmt: skip
+
+        try:
+            self.once(f"trying {name} at a rate of {rate}", log, make)
+        except Failed as error:  # it may be too high
+            show(f"compare.sh: {name} at {rate}: {error}")
+
+    def choose_rate(self, name):
+        """The peak learning rate of a system: of those tried, the best in validation.
+
+        Raises Failed if none could be tried.
+        """
+        from plot_training import read_log
+
+        if len(self.args.rates) == 1:
+            return self.args.rates[0]
+        path = self.rates_file(name)
+        if not path.exists():
+            losses = {}
+            for rate in self.args.rates:
+                log = path.parent / "rates" / f"{rate}.log"
+                losses[rate] = read_log(log)["valid"][-1]["loss"] if log.exists() else None
+            tried = {rate: loss for rate, loss in losses.items() if loss is not None}
+            if not tried:
+                raise Failed("no learning rate could be tried; its logs say why")
+            write_json(path, {"chosen": min(tried, key=tried.get), "validation": losses})
+        return read_json(path)["chosen"]
+
     def train(self, name, seed):
         """The average of the last checkpoints of a run. Goes on from its last checkpoint."""
         folder = self.run_folder(name, seed)
         checkpoints, log = folder / "checkpoints", folder / "train.log"
-        words = training_options(self.args, self.data, self.systems[name]["options"])
+        rate, options = self.choose_rate(name), self.systems[name]["options"]
+        words = training_options(self.args, self.data, options, rate)
 
         def make(partial):
             if not (checkpoints / "done").exists():
@@ -644,7 +754,7 @@ class Comparison:
                 self.run(
                     [command("fairseq-train"), *words, "--seed", seed,
                      "--save-dir", checkpoints, *restore],
-                    log, watch=Progress(self.args.updates),
+                    log, watch=self.progress(name),
                 )  # fmt: skip
                 (checkpoints / "done").touch()
             average(last_checkpoints(checkpoints, self.args), partial)
@@ -685,6 +795,17 @@ class Comparison:
 
         self.once(f"evaluating {name}, seed {seed}", made, make)
 
+    def train_and_evaluate(self, name, seed):
+        """A run, or in `failures` why there is none."""
+        try:
+            self.train(name, seed)
+            self.evaluate(name, seed)
+        except Failed as error:
+            if self.stopped:  # it was ended with the others
+                raise
+            show(f"compare.sh: {name}, seed {seed}: {error}")
+            self.failures[name, seed] = str(error).partition(";")[0]
+
     def measure(self):
         """speeds.json, for the systems that have been trained."""
         path = self.out / "speeds.json"
@@ -724,13 +845,11 @@ class Comparison:
         warnings.filterwarnings("ignore")
         self.prepare()
         self.check_systems()
-        for name, seed in self.runs():
-            try:
-                self.train(name, seed)
-                self.evaluate(name, seed)
-            except Failed as error:
-                show(f"compare.sh: {name}, seed {seed}: {error}")
-                self.failures[name, seed] = str(error).partition(";")[0]
+        if len(self.args.rates) > 1:
+            names = list(dict.fromkeys(name for name, _ in self.runs()))
+            tries = [(name, rate) for name in names for rate in self.args.rates]
+            self.side_by_side(self.try_rate, tries)
+        self.side_by_side(self.train_and_evaluate, list(self.runs()))
         speeds = self.measure()
         return self.results(speeds)
 
@@ -742,6 +861,8 @@ class Comparison:
         systems = {}
         for name in args.systems:
             row = systems[name] = {**self.systems[name], "seeds": {}}
+            if self.rates_file(name).exists():
+                row["rates"] = read_json(self.rates_file(name))
             seeds = [seed for other, seed in self.runs() if other == name]
             for seed in seeds:
                 if (name, seed) in self.failures:
@@ -836,18 +957,22 @@ def average(paths, output):
 
 
 class Progress:
-    """Shows fairseq's log of a training as a line that is replaced, or one each tenth."""
+    """Shows fairseq's log of a training as a line that is replaced, or one each tenth.
 
-    def __init__(self, updates):
-        self.updates, self.told = updates, -1
+    The latter where it is not a terminal, and where `name` says that there are others beside it.
+    """
+
+    def __init__(self, updates, name=""):
+        self.updates, self.name, self.told = updates, name, -1
 
     def __call__(self, line):
         match = re.search(r" loss=([\d.]+),.* ppl=([\d.]+),.* num_updates=(\d+)", line)
         if not match:
             return
         updates = int(match[3])
-        text = f"update {updates:,} of {self.updates:,}, loss {match[1]}, perplexity {match[2]}"
-        if sys.stdout.isatty():
+        text = f"{self.name}update {updates:,} of {self.updates:,}, "
+        text += f"loss {match[1]}, perplexity {match[2]}"
+        if sys.stdout.isatty() and not self.name:
             print(f"\r\033[K{text}", end="" if updates < self.updates else "\n", flush=True)
         elif 10 * updates // self.updates > self.told:
             self.told = 10 * updates // self.updates
@@ -1236,6 +1361,15 @@ def notes(results):
     else:
         yield "Tokens are pieces and ends of lines; words are parted by spaces; ends are words too."
         yield "Continuations: of 64 tokens, of which the test set gives 16; beam 5."
+    rates = {name: row["rates"] for name, row in results["systems"].items() if "rates" in row}
+    if rates:
+        tried = ", ".join(next(iter(rates.values()))["validation"])
+        chosen = ", ".join(f"{name} {row['chosen']}" for name, row in rates.items())
+        short = max(1, results["updates"] // 4)
+        yield (
+            f"Peak learning rates, each the best of {tried} in validation after {short:,} updates: "
+            f"{chosen}."
+        )
     yield "Speeds: medians of turns in one process; peak memory: of a training step."
 
 
@@ -1312,6 +1446,8 @@ def main(arguments=None):
     except KeyboardInterrupt:
         print("compare.sh: interrupted; run it again to go on", file=sys.stderr)
         return 130
+    finally:
+        comparison.lock.close()
     lines = "\n".join(table(results)) + "\n"
     write_json(args.out / "results.json", results)
     write_whole(args.out / "compare.md", lines)

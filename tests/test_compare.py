@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,8 @@ pytest.importorskip("fairseq")
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import compare
+
+REAL_RUN = compare.Comparison.run
 
 
 @pytest.fixture
@@ -74,6 +77,10 @@ def refusal(capsys, *arguments):
         (["--seeds", "0"], "--seeds: expected at least 1, got 0"),
         (["--updates", "-1"], "--updates: expected at least 1"),
         (["--turns", "0"], "--turns: expected at least 1"),
+        (["--jobs", "0"], "--jobs: expected at least 1"),
+        (["--lr", "1e-3,much"], "--lr: expected positive numbers, got '1e-3,much'"),
+        (["--lr", "0"], "--lr: expected positive numbers"),
+        (["--lr", "nan"], "--lr: expected positive numbers"),
         (["--task", "summ"], "--data: expected a folder"),
         (["--task", "summ", "--data", "nowhere", "--systems", "convs2s"], "--systems: expected"),
         (["--target-lang", "fr"], "train.fr: no such file"),
@@ -107,7 +114,7 @@ class Played:
     """In place of fairseq: writes what its commands write, and notes what was run."""
 
     def __init__(self, monkeypatch, verses):
-        self.ran, self.stop_at, self.broken = [], None, None
+        self.ran, self.rates, self.stop_at, self.broken = [], [], None, None
         self.verses = verses
         monkeypatch.setattr(compare.Comparison, "run", lambda *a, **k: self.run(*a, **k))
         monkeypatch.setattr(compare.Comparison, "check_systems", self.check_systems)
@@ -127,8 +134,11 @@ class Played:
         name = os.path.basename(command[0])
         if name == "fairseq-train":
             system = command[command.index("--arch") + 1]
-            name = f"train {system}"
+            name, rate = f"train {system}", command[command.index("--lr") + 1]
             checkpoints = Path(command[command.index("--save-dir") + 1])
+            self.rates.append((name, rate))
+            if "--no-save" in command:
+                name = f"try {system} {rate}"
             self.restored = [word for word in command if word.endswith("_2.pt")]
         self.ran.append(name)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -141,6 +151,10 @@ class Played:
                 (folder / f"{split}.en").write_text((self.verses / f"{split}.en").read_text())
         elif name == "fairseq-preprocess":
             comparison.data.with_name("binarised.partial").mkdir()
+        elif name.startswith("try"):
+            if name == self.stop_at:
+                raise KeyboardInterrupt
+            log.write_text(valid_line(1, 5 + abs(3 - 1e3 * float(rate))))  # 3e-3 were best
         elif name.startswith("train"):
             checkpoints.mkdir(parents=True, exist_ok=True)
             (checkpoints / "checkpoint_1_2.pt").touch()
@@ -149,11 +163,7 @@ class Played:
             (checkpoints / "checkpoint_1_4.pt").touch()
             with open(log, "a") as file:
                 for updates in (2, 4):
-                    file.write(
-                        f"2026-01-01 00:00:0{updates} | INFO | valid | epoch 001 | valid on 'valid'"
-                        f" subset | loss {9 - updates} | ppl {2 ** (9 - updates)} | "
-                        f"num_updates {updates}\n"
-                    )
+                    file.write(valid_line(updates, 9 - updates))
         else:
             folder = next(word for word in command if word.endswith("generated.partial"))
             os.mkdir(folder)
@@ -171,6 +181,14 @@ class Played:
             path.exists() for path in checkpoints.values()
         )
         return {name: speed(0.5 if name == "talkconv" else 1.0, args.turns) for name in words}
+
+
+def valid_line(updates, loss):
+    """What fairseq logs of a validation."""
+    return (
+        f"2026-01-01 00:00:0{updates} | INFO | valid | epoch 001 | valid on 'valid' subset | "
+        f"loss {loss} | ppl {2**loss} | num_updates {updates}\n"
+    )
 
 
 def speed(seconds, turns=2):
@@ -191,7 +209,7 @@ def played(monkeypatch, verses):
 def arguments(verses, out, *others):
     return [
         "--data", str(verses), "--out", str(out), "--systems", "talkconv,transformer",
-        "--updates", "4", *others,
+        "--updates", "4", "--lr", "2e-3", "--jobs", "1", *others,
     ]  # fmt: skip
 
 
@@ -221,6 +239,88 @@ def test_interrupted_it_goes_on_where_it_was(played, verses, tmp_path, capsys):
     assert "updates: 4, not 5" in refusal(capsys, *arguments(verses, out), "--updates", 5)
     assert compare.main(arguments(verses, out, "--updates", "5", "--restart")) == 0
     assert not (out / "lightconv").exists() and (out / "notes").read_text() == "mine"
+
+
+def test_each_system_has_the_best_rate_of_those_that_it_tries(played, verses, tmp_path):
+    out = tmp_path / "run"
+    options = arguments(verses, out, "--lr", "1e-3,2e-3,5e-3")
+    played.stop_at = "try transformer 2e-3"
+    assert compare.main(options) == 130
+    played.stop_at, played.ran, played.rates = None, [], []
+    played.broken = "try transformer 2e-3"  # as one that diverges
+    assert compare.main(options) == 0
+    # What was tried before is not tried again.
+    assert played.ran[:2] == ["try transformer 2e-3", "try transformer 5e-3"]
+    assert played.rates[2:] == [("train talkconv", "2e-3"), ("train transformer", "1e-3")]
+    results = json.loads((out / "results.json").read_text())
+    rates = results["systems"]["transformer"]["rates"]
+    assert rates == {"chosen": "1e-3", "validation": {"1e-3": 7, "2e-3": None, "5e-3": 7}}
+    assert "talkconv 2e-3, transformer 1e-3." in (out / "compare.md").read_text()
+
+    played.ran = []  # a rate that has been chosen stays
+    assert compare.main([*options, "--seeds", "2"]) == 0
+    assert not any(name.startswith("try") for name in played.ran)
+    assert played.rates[-1] == ("train transformer", "1e-3")
+
+
+def test_a_system_without_a_rate_that_can_be_tried(played, verses, tmp_path, capsys):
+    played.broken = "try talkconv 1e-3"
+    options = arguments(verses, tmp_path / "run", "--lr", "1e-3,1e-3")
+    assert compare.main(options) == 1
+    assert "failed: talkconv (seed 1)" in capsys.readouterr().err
+    assert "train transformer" in played.ran and "train talkconv" not in played.ran
+
+
+def test_trainings_side_by_side(played, verses, tmp_path, monkeypatch):
+    both_there = threading.Barrier(2, timeout=30)
+    run = played.run
+
+    def meet(comparison, command, *others, **options):
+        if "fairseq-train" in str(command[0]):
+            both_there.wait()
+        run(comparison, command, *others, **options)
+
+    monkeypatch.setattr(played, "run", meet)
+    assert compare.main(arguments(verses, tmp_path / "run", "--jobs", "2")) == 0
+
+
+def test_what_stops_one_training_stops_those_beside_it(played, verses, tmp_path, monkeypatch):
+    """In the thread of each a command runs that would take a minute."""
+
+    class Sleep:
+        def __enter__(self):
+            return self
+
+        def __init__(self, *_, **__):
+            self.process = subprocess_popen(["sleep", "60"])
+            self.stdout, self.returncode = self, None
+
+        def __exit__(self, *_):
+            self.returncode = self.process.wait()
+
+        def __iter__(self):
+            self.process.wait()
+            return iter(())
+
+        def terminate(self):
+            self.process.terminate()
+
+    subprocess_popen, run = subprocess.Popen, REAL_RUN
+
+    def start(comparison, command, log, watch=None):
+        if "fairseq-train" not in str(command[0]):
+            return played.run(comparison, command, log, watch)
+        if "transformer" in command:
+            while not comparison.running:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+        monkeypatch.setattr(compare.subprocess, "Popen", Sleep)
+        return run(comparison, command, log, watch)
+
+    monkeypatch.setattr(compare.Comparison, "run", start)
+    begun = time.monotonic()
+    assert compare.main(arguments(verses, tmp_path / "run", "--jobs", "2")) == 130
+    assert time.monotonic() - begun < 30
 
 
 def test_other_options_of_a_system_that_is_there_are_refused(
