@@ -194,9 +194,10 @@ def known_options(groups):
 def expected_by_field(empty, field, value):
     """What a field of the structured config `empty` expects; None if it takes `value`."""
     try:
-        OmegaConf.merge(empty, {field.name: value})
+        taken = OmegaConf.merge(empty, {field.name: value})
     except OmegaConfBaseException:
         return in_words(field.type)
+    return expected_range(field.name, field.default, OmegaConf.to_container(taken)[field.name])
 
 
 def expected_by_flag(flag, value):
@@ -215,11 +216,32 @@ def expected_by_flag(flag, value):
         fits = all(
             isinstance(one, types) and isinstance(one, bool) == (kind is bool) for one in values
         )
-        return None if fits else words
+        return expected_range(flag.dest, flag.default, value) if fits else words
     try:
         kind(str(value))
     except Exception:  # whatever a function of fairseq raises
         return f"what the flag {flag.option_strings[0]} takes"
+
+
+# By how the names of options end.
+COUNTS = ("_layers", "_dim", "_heads", "max_tokens", "batch_size", "update_freq", "_per_sample")
+SHARES = ("dropout", "layerdrop", "label_smoothing")
+
+
+def expected_range(name, default, value):
+    """The numbers that an option expects, in words; None if `value` is one of them or no number.
+
+    None is negative but where fairseq's default is: there that means "off".
+    """
+    numbers = [
+        n for n in (value if isinstance(value, list) else [value]) if type(n) in (int, float)
+    ]
+    if name.endswith(SHARES):
+        return None if all(0 <= n <= 1 for n in numbers) else "0 to 1"
+    if name.endswith(COUNTS):
+        return None if all(n >= 1 for n in numbers) else "at least 1"
+    off = type(default) in (int, float) and default < 0
+    return None if off or all(n >= 0 for n in numbers) else "at least 0"
 
 
 def in_words(kind):
