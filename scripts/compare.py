@@ -242,7 +242,7 @@ def parse(arguments=None):
     args.kind = kind_of(args.task)
     own = args.preset, args.task
     args.schedule = SCHEDULES[own if own in SCHEDULES else (args.preset, args.kind)]
-    cores = len(os.sched_getaffinity(0))
+    cores = os.cpu_count() or 1
     defaults = {"jobs": min(cores, 4) if args.preset == "cpu" else 1, **vars(args.schedule)}
     for name in ("seeds", "updates", "turns", "jobs"):
         if getattr(args, name) is None:
@@ -707,7 +707,8 @@ class Comparison:
         def make(partial):
             self.run(
                 [command("fairseq-train"), *words, "--seed", 1, "--save-dir", log.parent,
-                 "--no-save", "--validate-interval-updates", updates],
+                 "--no-save", "--validate-interval-updates", updates,
+                 "--save-interval-updates", updates],  # which would validate too
                 partial,
             )  # fmt: skip
 
@@ -822,7 +823,9 @@ class Comparison:
 
         def make(partial):
             words = {
-                name: training_options(self.args, self.data, self.systems[name]["options"])
+                name: training_options(
+                    self.args, self.data, self.systems[name]["options"], self.choose_rate(name)
+                )
                 for name in checkpoints
             }
             write_json(partial, measure_speeds(self.args, words, checkpoints))
