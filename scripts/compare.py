@@ -45,10 +45,10 @@ DESCRIPTION = """\
 Trains TaLK, Transformer, LightConv, DynamicConv and ConvS2S on the same text, cut into the same
 pieces (a joint SentencePiece BPE of 4,000), with as many parameters (feed-forward layers are made
 as wide as that takes), for the same updates on the same batches, with the same schedule and seeds.
-Only the peak learning rate is each system's own: the best, on the validation set, of some that each
-tries for a quarter of the updates. Averages the last checkpoints, generates with the same beam,
-scores the test set, and measures speed and memory. Prints a table, and writes it with all numbers
-and plots to the folder.
+Only the peak learning rate is each system's own: each is trained to the end at several, and the
+best on the validation set counts; further seeds have that one. Averages the last checkpoints,
+generates with the same beam, scores the test set, and measures speed and memory. Prints a table,
+and writes it with all numbers and plots to the folder.
 
 Quality comes from a number of updates, whatever else the machine does, and systems are trained side
 by side. Speed is measured in a step of its own, in one process and in turn, on batches of this
@@ -75,9 +75,8 @@ the folder:
   settings.json                      what all systems share; another run in the folder is refused
   corpus/, binarised/                the text, in pieces and as numbers
   systems.json                       options and parameters of each system, or why it cannot run
-  SYSTEM/rates/RATE.log              the short runs, and in SYSTEM/rates.json what came of them
-  SYSTEM/SEED/train.log, averaged.pt, generated/, averaged.txt (lm: perplexity)
-  SYSTEM/SEED/checkpoints/           while it trains
+  SYSTEM/RATE/SEED/train.log, averaged.pt, generated/, averaged.txt (lm: perplexity)
+  SYSTEM/RATE/SEED/checkpoints/      while it trains
   speeds.json                        seconds of each turn, tokens and sentences a second, memory
 
 examples:
@@ -189,7 +188,7 @@ class Schedule:
 LOW, HIGH = ("5e-4", "1e-3", "2e-3"), ("1e-3", "2e-3", "4e-3")
 # Of the task where it has a schedule of its own, else of its kind.
 SCHEDULES = {
-    ("cpu", "seq2seq"): Schedule(1600, 1, ("5e-4", *HIGH), 150, 800, 20, 3, 20, 2),
+    ("cpu", "seq2seq"): Schedule(1600, 1, HIGH, 150, 800, 20, 3, 20, 2),
     ("cpu", "summ"): Schedule(3200, 1, LOW, 300, 2000, 20, 5, 20, 2, source=96),
     ("gpu", "seq2seq"): Schedule(2500, 3, LOW, 500, 8000, 25, 5, 40, 8),
     ("gpu", "summ"): Schedule(2500, 3, LOW, 500, 8000, 25, 5, 40, 8, source=400),
@@ -490,11 +489,12 @@ class Comparison:
     def __init__(self, args, corpus):
         self.args, self.out = args, args.out
         self.corpus, self.data = self.out / "corpus", self.out / "binarised"
-        tries = len(args.rates) if len(args.rates) > 1 else 0
-        self.step, self.steps = 0, 4 + len(args.systems) * (2 * args.seeds + tries)
+        runs = len(args.rates) + 2 * args.seeds - 1  # and their evaluations
+        self.step, self.steps = 0, 4 + runs * len(args.systems)
         self.counting = threading.Lock()  # of the steps
         self.stopped, self.running = False, set()  # commands, to be stopped together
         self.systems = {}  # of systems.json
+        self.rates = {}  # {system: {"chosen": rate, "validation": {rate: loss}}}
         self.failures = {}  # {(system, seed): why}
         self.open_folder(corpus)
 
@@ -546,15 +546,17 @@ class Comparison:
         yield from (self.out / (name + end) for name in sorted(names) for end in ("", ".partial"))
         yield self.out / "settings.json"
 
-    def run_folder(self, name, seed):
-        return self.out / name / str(seed)
+    def run_folder(self, name, seed, rate=None):
+        """Of a run at a peak learning rate, by default the system's chosen one."""
+        return self.out / name / (rate or self.rates[name]["chosen"]) / str(seed)
+
+    def able(self):
+        """The systems that can run."""
+        return [name for name in self.args.systems if "error" not in self.systems[name]]
 
     def runs(self):
-        """``(system, seed)`` of the systems that can run, seeds first."""
-        for seed in range(1, self.args.seeds + 1):
-            for name in self.args.systems:
-                if "error" not in self.systems[name]:
-                    yield name, seed
+        """``(system, seed)`` of those, seeds first."""
+        return [(name, seed) for seed in range(1, self.args.seeds + 1) for name in self.able()]
 
     # Steps
 
@@ -691,59 +693,11 @@ class Comparison:
         """What shows how far a training is."""
         return Progress(self.args.updates, "" if self.args.jobs == 1 else f"{name}: ")
 
-    def rates_file(self, name):
-        return self.out / name / "rates.json"
-
-    def try_rate(self, name, rate):
-        """A short run of a system, in SYSTEM/rates/RATE.log, unless its rate has been chosen."""
-        log, updates = self.out / name / "rates" / f"{rate}.log", max(1, self.args.updates // 4)
-        if self.rates_file(name).exists():
-            with self.counting:
-                self.step += 1
-            return
-        options = self.systems[name]["options"]
-        words = training_options(self.args, self.data, options, rate, updates)
-
-        def make(partial):
-            self.run(
-                [command("fairseq-train"), *words, "--seed", 1, "--save-dir", log.parent,
-                 "--no-save", "--validate-interval-updates", updates,
-                 "--save-interval-updates", updates],  # which would validate too
-                partial,
-            )  # fmt: skip
-
-        try:
-            self.once(f"trying {name} at a rate of {rate}", log, make)
-        except Failed as error:  # it may be too high
-            show(f"compare.sh: {name} at {rate}: {error}")
-
-    def choose_rate(self, name):
-        """The peak learning rate of a system: of those tried, the best in validation.
-
-        Raises Failed if none could be tried.
-        """
-        from plot_training import read_log
-
-        if len(self.args.rates) == 1:
-            return self.args.rates[0]
-        path = self.rates_file(name)
-        if not path.exists():
-            losses = {}
-            for rate in self.args.rates:
-                log = path.parent / "rates" / f"{rate}.log"
-                losses[rate] = read_log(log)["valid"][-1]["loss"] if log.exists() else None
-            tried = {rate: loss for rate, loss in losses.items() if loss is not None}
-            if not tried:
-                raise Failed("no learning rate could be tried; its logs say why")
-            write_json(path, {"chosen": min(tried, key=tried.get), "validation": losses})
-        return read_json(path)["chosen"]
-
-    def train(self, name, seed):
+    def train(self, name, seed, rate):
         """The average of the last checkpoints of a run. Goes on from its last checkpoint."""
-        folder = self.run_folder(name, seed)
+        folder = self.run_folder(name, seed, rate)
         checkpoints, log = folder / "checkpoints", folder / "train.log"
-        rate, options = self.choose_rate(name), self.systems[name]["options"]
-        words = training_options(self.args, self.data, options, rate)
+        words = training_options(self.args, self.data, self.systems[name]["options"], rate)
 
         def make(partial):
             if not (checkpoints / "done").exists():
@@ -755,16 +709,42 @@ class Comparison:
                 self.run(
                     [command("fairseq-train"), *words, "--seed", seed,
                      "--save-dir", checkpoints, *restore],
-                    log, watch=self.progress(name),
+                    log, watch=self.progress(f"{name} at {rate}"),
                 )  # fmt: skip
                 (checkpoints / "done").touch()
             average(last_checkpoints(checkpoints, self.args), partial)
 
-        self.once(f"training {name}, seed {seed}", folder / "averaged.pt", make)
+        try:
+            self.once(f"training {name}, seed {seed}, at {rate}", folder / "averaged.pt", make)
+        except Failed as error:
+            self.fail(name, seed, error)
+            return
         remove(checkpoints)
+
+    def choose_rates(self):
+        """Of each system, that of its first seed's runs which has the best validation loss."""
+        for name in self.able():
+            losses = {}
+            for rate in self.args.rates:
+                trained = (self.run_folder(name, 1, rate) / "averaged.pt").exists()
+                losses[rate] = self.validation(name, 1, rate)[-1]["loss"] if trained else None
+            trained = {rate: loss for rate, loss in losses.items() if loss is not None}
+            if trained:
+                chosen = min(trained, key=trained.get)
+                self.rates[name] = {"chosen": chosen, "validation": losses}
+                self.failures.pop((name, 1), None)  # a rate may be too high
+
+    def fail(self, name, seed, error):
+        """Note why there is no run, so that the others go on. Raises `error` if all are stopped."""
+        if self.stopped:
+            raise error
+        show(f"compare.sh: {name}, seed {seed}: {error}")
+        self.failures[name, seed] = str(error).partition(";")[0]
 
     def evaluate(self, name, seed):
         """What the model makes of the test set, with the log of fairseq."""
+        if (name, seed) in self.failures:
+            return
         folder = self.run_folder(name, seed)
         if self.args.task == "lm":
             made = folder / "averaged.txt"
@@ -794,25 +774,17 @@ class Comparison:
                     folder / "generate.log",
                 )  # fmt: skip
 
-        self.once(f"evaluating {name}, seed {seed}", made, make)
-
-    def train_and_evaluate(self, name, seed):
-        """A run, or in `failures` why there is none."""
         try:
-            self.train(name, seed)
-            self.evaluate(name, seed)
+            self.once(f"evaluating {name}, seed {seed}", made, make)
         except Failed as error:
-            if self.stopped:  # it was ended with the others
-                raise
-            show(f"compare.sh: {name}, seed {seed}: {error}")
-            self.failures[name, seed] = str(error).partition(";")[0]
+            self.fail(name, seed, error)
 
     def measure(self):
         """speeds.json, for the systems that have been trained."""
         path = self.out / "speeds.json"
         checkpoints = {}  # of the first seed that was trained
         for name, seed in self.runs():
-            if (name, seed) not in self.failures:
+            if name in self.rates and (name, seed) not in self.failures:
                 checkpoints.setdefault(name, self.run_folder(name, seed) / "averaged.pt")
         if path.exists():
             turns = {name: row["training"]["turns"] for name, row in read_json(path).items()}
@@ -824,7 +796,7 @@ class Comparison:
         def make(partial):
             words = {
                 name: training_options(
-                    self.args, self.data, self.systems[name]["options"], self.choose_rate(name)
+                    self.args, self.data, self.systems[name]["options"], self.rates[name]["chosen"]
                 )
                 for name in checkpoints
             }
@@ -848,11 +820,13 @@ class Comparison:
         warnings.filterwarnings("ignore")
         self.prepare()
         self.check_systems()
-        if len(self.args.rates) > 1:
-            names = list(dict.fromkeys(name for name, _ in self.runs()))
-            tries = [(name, rate) for name in names for rate in self.args.rates]
-            self.side_by_side(self.try_rate, tries)
-        self.side_by_side(self.train_and_evaluate, list(self.runs()))
+        first = [(name, 1, rate) for name in self.able() for rate in self.args.rates]
+        self.side_by_side(self.train, first)
+        self.choose_rates()
+        known = [(name, seed) for name, seed in self.runs() if name in self.rates]
+        others = [(name, seed, self.rates[name]["chosen"]) for name, seed in known if seed > 1]
+        self.side_by_side(self.train, others)
+        self.side_by_side(self.evaluate, known)
         speeds = self.measure()
         return self.results(speeds)
 
@@ -864,13 +838,12 @@ class Comparison:
         systems = {}
         for name in args.systems:
             row = systems[name] = {**self.systems[name], "seeds": {}}
-            if self.rates_file(name).exists():
-                row["rates"] = read_json(self.rates_file(name))
+            row["rates"] = self.rates.get(name)
             seeds = [seed for other, seed in self.runs() if other == name]
             for seed in seeds:
                 if (name, seed) in self.failures:
                     row.setdefault("error", f"seed {seed}: {self.failures[name, seed]}")
-                else:
+                elif name in self.rates:
                     row["seeds"][str(seed)] = {
                         "validation": self.validation(name, seed),
                     }
@@ -893,11 +866,11 @@ class Comparison:
                 row["score"] = statistics.mean(scores)
         return results
 
-    def validation(self, name, seed):
+    def validation(self, name, seed, rate=None):
         """``[{"updates", "loss", "ppl"}, …]`` of a run, as fairseq logged them."""
         from plot_training import read_log
 
-        entries = read_log(self.run_folder(name, seed) / "train.log")["valid"]
+        entries = read_log(self.run_folder(name, seed, rate) / "train.log")["valid"]
         return [{key: entry[key] for key in ("updates", "loss", "ppl")} for entry in entries]
 
 
@@ -1364,15 +1337,14 @@ def notes(results):
     else:
         yield "Tokens are pieces and ends of lines; words are parted by spaces; ends are words too."
         yield "Continuations: of 64 tokens, of which the test set gives 16; beam 5."
-    rates = {name: row["rates"] for name, row in results["systems"].items() if "rates" in row}
+    rates = {name: row["rates"] for name, row in results["systems"].items() if row.get("rates")}
     if rates:
-        tried = ", ".join(next(iter(rates.values()))["validation"])
+        tried = list(next(iter(rates.values()))["validation"])
         chosen = ", ".join(f"{name} {row['chosen']}" for name, row in rates.items())
-        short = max(1, results["updates"] // 4)
-        yield (
-            f"Peak learning rates, each the best of {tried} in validation after {short:,} updates: "
-            f"{chosen}."
-        )
+        if len(tried) == 1:
+            yield f"Peak learning rate: {tried[0]}."
+        else:
+            yield f"Peak learning rates, of {', '.join(tried)} the best in validation: {chosen}."
     yield "Speeds: medians of turns in one process; peak memory: of a training step."
 
 

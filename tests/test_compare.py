@@ -114,7 +114,7 @@ class Played:
     """In place of fairseq: writes what its commands write, and notes what was run."""
 
     def __init__(self, monkeypatch, verses):
-        self.ran, self.rates, self.stop_at, self.broken = [], [], None, None
+        self.ran, self.stop_at, self.broken = [], None, None
         self.verses = verses
         monkeypatch.setattr(compare.Comparison, "run", lambda *a, **k: self.run(*a, **k))
         monkeypatch.setattr(compare.Comparison, "check_systems", self.check_systems)
@@ -136,9 +136,8 @@ class Played:
             system = command[command.index("--arch") + 1]
             name, rate = f"train {system}", command[command.index("--lr") + 1]
             checkpoints = Path(command[command.index("--save-dir") + 1])
-            self.rates.append((name, rate))
-            if "--no-save" in command:
-                name = f"try {system} {rate}"
+            if rate != "2e-3":
+                name += f" at {rate}"
             self.restored = [word for word in command if word.endswith("_2.pt")]
         self.ran.append(name)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -151,10 +150,6 @@ class Played:
                 (folder / f"{split}.en").write_text((self.verses / f"{split}.en").read_text())
         elif name == "fairseq-preprocess":
             comparison.data.with_name("binarised.partial").mkdir()
-        elif name.startswith("try"):
-            if name == self.stop_at:
-                raise KeyboardInterrupt
-            log.write_text(valid_line(1, 5 + abs(3 - 1e3 * float(rate))))  # 3e-3 were best
         elif name.startswith("train"):
             checkpoints.mkdir(parents=True, exist_ok=True)
             (checkpoints / "checkpoint_1_2.pt").touch()
@@ -163,7 +158,7 @@ class Played:
             (checkpoints / "checkpoint_1_4.pt").touch()
             with open(log, "a") as file:
                 for updates in (2, 4):
-                    file.write(valid_line(updates, 9 - updates))
+                    file.write(valid_line(updates, 9 - updates + abs(2 - 1e3 * float(rate))))
         else:
             folder = next(word for word in command if word.endswith("generated.partial"))
             os.mkdir(folder)
@@ -217,12 +212,13 @@ def test_interrupted_it_goes_on_where_it_was(played, verses, tmp_path, capsys):
     out = tmp_path / "run"
     played.stop_at = "train transformer"
     assert compare.main(arguments(verses, out)) == 130
-    assert played.ran[2:] == ["train talkconv", "fairseq-generate", "train transformer"]
+    assert played.ran[2:] == ["train talkconv", "train transformer"]
     assert not (out / "results.json").exists()
 
     played.stop_at, played.ran = None, []
     assert compare.main(arguments(verses, out)) == 0
-    assert played.ran == ["train transformer", "fairseq-generate", "measure"]
+    generated = ["fairseq-generate"] * 2
+    assert played.ran == ["train transformer", *generated, "measure"]
     assert len(played.restored) == 1  # from its last checkpoint
     assert not list(out.rglob("*.partial")) and not list(out.rglob("checkpoint_*.pt"))
 
@@ -231,8 +227,7 @@ def test_interrupted_it_goes_on_where_it_was(played, verses, tmp_path, capsys):
     assert compare.main(arguments(verses, out, "--systems", "talkconv,transformer,lightconv")) == 0
     assert played.ran == ["train lightconv", "fairseq-generate", "measure"]
     printed = capsys.readouterr().out
-    assert "5 of 10: training lightconv" not in printed
-    assert "8 of 10: training lightconv, seed 1" in printed
+    assert "6 of 10: training lightconv, seed 1, at 2e-3" in printed
 
     # Other settings are refused; a restart replaces them, and leaves alone what is not its own.
     (out / "notes").write_text("mine")
@@ -241,34 +236,37 @@ def test_interrupted_it_goes_on_where_it_was(played, verses, tmp_path, capsys):
     assert not (out / "lightconv").exists() and (out / "notes").read_text() == "mine"
 
 
-def test_each_system_has_the_best_rate_of_those_that_it_tries(played, verses, tmp_path):
+def test_each_system_has_its_best_rate_in_validation(played, verses, tmp_path):
     out = tmp_path / "run"
     options = arguments(verses, out, "--lr", "1e-3,2e-3,5e-3")
-    played.stop_at = "try transformer 2e-3"
-    assert compare.main(options) == 130
-    played.stop_at, played.ran, played.rates = None, [], []
-    played.broken = "try transformer 2e-3"  # as one that diverges
+    played.broken = "train transformer"  # at 2e-3, the best for both if it did not diverge
     assert compare.main(options) == 0
-    # What was tried before is not tried again.
-    assert played.ran[:2] == ["try transformer 2e-3", "try transformer 5e-3"]
-    assert played.rates[2:] == [("train talkconv", "2e-3"), ("train transformer", "1e-3")]
+    assert played.ran[2:] == [
+        "train talkconv at 1e-3", "train talkconv", "train talkconv at 5e-3",
+        "train transformer at 1e-3", "train transformer", "train transformer at 5e-3",
+        "fairseq-generate", "fairseq-generate", "measure",
+    ]  # fmt: skip
     results = json.loads((out / "results.json").read_text())
     rates = results["systems"]["transformer"]["rates"]
-    assert rates == {"chosen": "1e-3", "validation": {"1e-3": 7, "2e-3": None, "5e-3": 7}}
+    assert rates == {"chosen": "1e-3", "validation": {"1e-3": 6, "2e-3": None, "5e-3": 8}}
+    assert results["systems"]["talkconv"]["rates"]["chosen"] == "2e-3"
+    assert results["systems"]["talkconv"]["seeds"]["1"]["validation"][-1]["loss"] == 5
     assert "talkconv 2e-3, transformer 1e-3." in (out / "compare.md").read_text()
+    assert (out / "transformer/1e-3/1/generated").exists()
 
-    played.ran = []  # a rate that has been chosen stays
+    # Another seed has the chosen rate; what failed is tried again, and may be chosen now.
+    played.broken, played.ran = None, []
     assert compare.main([*options, "--seeds", "2"]) == 0
-    assert not any(name.startswith("try") for name in played.ran)
-    assert played.rates[-1] == ("train transformer", "1e-3")
+    assert played.ran[:3] == ["train transformer", "train talkconv", "train transformer"]
 
 
-def test_a_system_without_a_rate_that_can_be_tried(played, verses, tmp_path, capsys):
-    played.broken = "try talkconv 1e-3"
-    options = arguments(verses, tmp_path / "run", "--lr", "1e-3,1e-3")
+def test_a_system_that_fails_at_every_rate(played, verses, tmp_path, capsys):
+    played.broken = "train talkconv at 1e-3"
+    options = arguments(verses, tmp_path / "run", "--lr", "1e-3", "--seeds", "2")
     assert compare.main(options) == 1
     assert "failed: talkconv (seed 1)" in capsys.readouterr().err
-    assert "train transformer" in played.ran and "train talkconv" not in played.ran
+    assert played.ran.count("train transformer at 1e-3") == 2
+    assert played.ran.count(played.broken) == 1  # its other seed has no rate to be trained at
 
 
 def test_trainings_side_by_side(played, verses, tmp_path, monkeypatch):
@@ -380,7 +378,8 @@ def test_a_missing_seed_is_not_averaged_away(played, verses, tmp_path):
     assert compare.main(arguments(verses, out)) == 0
     played.broken = "train talkconv"  # only its second seed is still to be trained
     assert compare.main(arguments(verses, out, "--seeds", "2")) == 1
-    [row] = [line for line in (out / "compare.md").read_text().splitlines() if "talkconv" in line]
+    lines = (out / "compare.md").read_text().splitlines()
+    [row] = [line for line in lines if line.startswith("| talkconv ")]
     assert "seed 2: fairseq-train failed" in row and "100.00" not in row
 
 
@@ -514,7 +513,7 @@ def test_a_comparison_killed_in_training_resumes_where_it_was(verses, tmp_path):
         ROOT / "scripts/compare.sh",
         *arguments(verses, out, "--updates", "20", "--turns", "1"),
     ]
-    checkpoints = out / "transformer/1/checkpoints"
+    checkpoints = out / "transformer/2e-3/1/checkpoints"
     with open(tmp_path / "printed", "w") as printed:
         run = subprocess.Popen(command, start_new_session=True, stdout=printed)
         try:
@@ -527,14 +526,14 @@ def test_a_comparison_killed_in_training_resumes_where_it_was(verses, tmp_path):
             kill_group(run)
     reached = max(map(compare.updates_of, compare.numbered(checkpoints)))
     assert reached < 20
-    trained = (out / "talkconv/1/averaged.pt").stat().st_mtime_ns
+    trained = (out / "talkconv/2e-3/1/averaged.pt").stat().st_mtime_ns
     assert not (out / "results.json").exists()
 
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "training talkconv" not in done.stdout and "training transformer" in done.stdout
-    assert (out / "talkconv/1/averaged.pt").stat().st_mtime_ns == trained
-    assert f"@ {reached} updates" in (out / "transformer/1/train.log").read_text()
+    assert (out / "talkconv/2e-3/1/averaged.pt").stat().st_mtime_ns == trained
+    assert f"@ {reached} updates" in (out / "transformer/2e-3/1/train.log").read_text()
     assert not list(out.rglob("*.partial")) and not checkpoints.exists()
 
     results = json.loads((out / "results.json").read_text())
