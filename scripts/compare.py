@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -76,7 +77,7 @@ the folder:
   corpus/, binarised/                the text, in pieces and as numbers
   systems.json                       options and parameters of each system, or why it cannot run
   SYSTEM/RATE/SEED/train.log, averaged.pt, generated/, averaged.txt (lm: perplexity)
-  SYSTEM/RATE/SEED/checkpoints/      while it trains
+  SYSTEM/RATE/SEED/checkpoints/      while it trains; diverged: there is nothing to average
   speeds.json                        seconds of each turn, tokens and sentences a second, memory
 
 examples:
@@ -220,8 +221,8 @@ def parse(arguments=None):
     )
     add = parser.add_argument
     add("--preset", choices=("cpu", "gpu"), default="cpu",
-        help="cpu: small models, about an hour on two cores; gpu: models of IWSLT's size and three "
-        "seeds on one GPU (default: cpu)")  # fmt: skip
+        help="cpu: small models, an hour and a half on two cores; gpu: models of IWSLT's size and "
+        "three seeds on one GPU (default: cpu)")  # fmt: skip
     add("--task", choices=TITLES, default="mt", help="see above (default: mt)")
     add("--data", type=Path, help="another corpus: {train,valid,test}.LANG, one sentence a line, "
         "also with .gz (default: data/bible-es-en)")  # fmt: skip
@@ -241,7 +242,8 @@ def parse(arguments=None):
     args.kind = kind_of(args.task)
     own = args.preset, args.task
     args.schedule = SCHEDULES[own if own in SCHEDULES else (args.preset, args.kind)]
-    cores = os.cpu_count() or 1
+    affinity = getattr(os, "sched_getaffinity", None)  # of Linux alone
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     defaults = {"jobs": min(cores, 4) if args.preset == "cpu" else 1, **vars(args.schedule)}
     for name in ("seeds", "updates", "turns", "jobs"):
         if getattr(args, name) is None:
@@ -257,6 +259,7 @@ def parse(arguments=None):
             valid = False
         if not valid:
             raise BadInput(f"--lr: expected positive numbers, got {args.lr!r}")
+    args.rates = list({float(rate): rate for rate in args.rates}.values())
     known = dict(SYSTEMS[args.preset, args.kind])
     if args.task == "summ":  # ConvS2S takes two tokens fewer than what sources are cut to
         known.pop("convs2s", None)
@@ -329,12 +332,9 @@ def device_options(args):
     return ["--cpu", "--num-workers", "0"]
 
 
-def training_options(args, data, system_options, rate=1, updates=None):
-    """The words after fairseq-train, but for the seed and the checkpoints' folder.
-
-    `rate` is the peak learning rate; `updates` those of a run (default: of the comparison).
-    """
-    schedule, updates = args.schedule, updates or args.updates
+def training_options(args, data, system_options, rate=1):
+    """The words after fairseq-train at a peak learning rate, without seed and --save-dir."""
+    schedule, updates = args.schedule, args.updates
     interval = max(1, updates // schedule.checkpoints)
     if args.task == "lm":
         criterion = ["--criterion", "cross_entropy"]
@@ -530,8 +530,8 @@ class Comparison:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise BadInput(
-                f"--out: another comparison is running in {self.out}; wait for it or choose "
-                "another folder"
+                f"--out: another comparison, or a training of one that was killed, is running in "
+                f"{self.out}; wait for it or choose another folder"
             ) from None
         if args.restart:
             for made in self.everything():
@@ -592,16 +592,24 @@ class Comparison:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         ) as process:  # fmt: skip
             self.running.add(process)
-            for line in process.stdout:
-                file.write(line)
-                file.flush()
-                if watch:
-                    watch(line)
-        self.running.discard(process)
+            try:
+                if self.stopped:  # while it started
+                    process.terminate()
+                for line in process.stdout:
+                    file.write(line)
+                    file.flush()
+                    if watch:
+                        watch(line)
+            except BaseException:
+                process.terminate()
+                raise
+            finally:
+                self.running.discard(process)
         if process.returncode:
             tail = log.read_text(encoding="utf-8").splitlines()[-15:]
-            name = Path(command[0]).name
-            raise Failed(f"{name} failed; {log} ends with\n" + "\n".join(tail))
+            how = f"was killed by signal {-process.returncode}"
+            how = f"{Path(command[0]).name} {how if process.returncode < 0 else 'failed'}"
+            raise Failed(f"{how}; {log} ends with\n" + "\n".join(tail))
 
     def prepare(self):
         """Plain text, a SentencePiece model, the pieces, and their numbers."""
@@ -689,14 +697,14 @@ class Comparison:
         finally:
             pool.shutdown()
 
-    def progress(self, name):
-        """What shows how far a training is."""
-        return Progress(self.args.updates, "" if self.args.jobs == 1 else f"{name}: ")
-
     def train(self, name, seed, rate):
-        """The average of the last checkpoints of a run. Goes on from its last checkpoint."""
-        folder = self.run_folder(name, seed, rate)
+        """The average of the last checkpoints of a run. Goes on from its last checkpoint.
+
+        A rate at which the first seed diverges is out; `diverged` in its folder says so.
+        """
+        folder, title = self.run_folder(name, seed, rate), f"{name}, seed {seed}, at {rate}"
         checkpoints, log = folder / "checkpoints", folder / "train.log"
+        made, diverged = folder / "averaged.pt", folder / "diverged"
         words = training_options(self.args, self.data, self.systems[name]["options"], rate)
 
         def make(partial):
@@ -709,16 +717,20 @@ class Comparison:
                 self.run(
                     [command("fairseq-train"), *words, "--seed", seed,
                      "--save-dir", checkpoints, *restore],
-                    log, watch=self.progress(f"{name} at {rate}"),
+                    log,
+                    watch=Progress(self.args.updates, "" if self.args.jobs == 1 else f"{title}: "),
                 )  # fmt: skip
                 (checkpoints / "done").touch()
             average(last_checkpoints(checkpoints, self.args), partial)
 
         try:
-            self.once(f"training {name}, seed {seed}, at {rate}", folder / "averaged.pt", make)
+            self.once(f"training {title}", diverged if diverged.exists() else made, make)
         except Failed as error:
-            self.fail(name, seed, error)
-            return
+            if seed > 1 or "FloatingPointError" not in str(error):  # as fairseq stops for NaN
+                self.fail(name, seed, error, title)
+                return
+            show(f"{title}: diverged")
+            diverged.touch()
         remove(checkpoints)
 
     def choose_rates(self):
@@ -732,13 +744,14 @@ class Comparison:
             if trained:
                 chosen = min(trained, key=trained.get)
                 self.rates[name] = {"chosen": chosen, "validation": losses}
-                self.failures.pop((name, 1), None)  # a rate may be too high
+            else:
+                self.failures.setdefault((name, 1), "diverged at every learning rate")
 
-    def fail(self, name, seed, error):
+    def fail(self, name, seed, error, title):
         """Note why there is no run, so that the others go on. Raises `error` if all are stopped."""
         if self.stopped:
             raise error
-        show(f"compare.sh: {name}, seed {seed}: {error}")
+        show(f"compare.sh: {title}: {error}")
         self.failures[name, seed] = str(error).partition(";")[0]
 
     def evaluate(self, name, seed):
@@ -774,23 +787,24 @@ class Comparison:
                     folder / "generate.log",
                 )  # fmt: skip
 
+        title = f"{name}, seed {seed}"
         try:
-            self.once(f"evaluating {name}, seed {seed}", made, make)
+            self.once(f"evaluating {title}", made, make)
         except Failed as error:
-            self.fail(name, seed, error)
+            self.fail(name, seed, error, title)
 
     def measure(self):
         """speeds.json, for the systems that have been trained."""
         path = self.out / "speeds.json"
         checkpoints = {}  # of the first seed that was trained
         for name, seed in self.runs():
-            if name in self.rates and (name, seed) not in self.failures:
+            if not {(name, 1), (name, seed)} & self.failures.keys():
                 checkpoints.setdefault(name, self.run_folder(name, seed) / "averaged.pt")
+        wanted = {name: (self.args.turns, self.rates[name]["chosen"]) for name in checkpoints}
         if path.exists():
-            turns = {name: row["training"]["turns"] for name, row in read_json(path).items()}
-            if {name: len(t) for name, t in turns.items()} != dict.fromkeys(
-                checkpoints, self.args.turns
-            ):
+            there = read_json(path)
+            turns = {name: (len(r["training"]["turns"]), r["rate"]) for name, r in there.items()}
+            if turns != wanted:
                 path.unlink()  # ratios are of one measurement
 
         def make(partial):
@@ -800,7 +814,10 @@ class Comparison:
                 )
                 for name in checkpoints
             }
-            write_json(partial, measure_speeds(self.args, words, checkpoints))
+            rows = measure_speeds(self.args, words, checkpoints)
+            for name, row in rows.items():
+                row["rate"] = self.rates[name]["chosen"]
+            write_json(partial, rows)
 
         if not checkpoints:
             return {}
@@ -823,7 +840,7 @@ class Comparison:
         first = [(name, 1, rate) for name in self.able() for rate in self.args.rates]
         self.side_by_side(self.train, first)
         self.choose_rates()
-        known = [(name, seed) for name, seed in self.runs() if name in self.rates]
+        known = [run for run in self.runs() if (run[0], 1) not in self.failures]
         others = [(name, seed, self.rates[name]["chosen"]) for name, seed in known if seed > 1]
         self.side_by_side(self.train, others)
         self.side_by_side(self.evaluate, known)
@@ -843,7 +860,7 @@ class Comparison:
             for seed in seeds:
                 if (name, seed) in self.failures:
                     row.setdefault("error", f"seed {seed}: {self.failures[name, seed]}")
-                elif name in self.rates:
+                elif (name, 1) not in self.failures:
                     row["seeds"][str(seed)] = {
                         "validation": self.validation(name, seed),
                     }
@@ -1345,6 +1362,10 @@ def notes(results):
             yield f"Peak learning rate: {tried[0]}."
         else:
             yield f"Peak learning rates, of {', '.join(tried)} the best in validation: {chosen}."
+        for name, row in rates.items():
+            diverged = [rate for rate, loss in row["validation"].items() if loss is None]
+            if diverged:
+                yield f"{name} diverged at {', '.join(diverged)}."
     yield "Speeds: medians of turns in one process; peak memory: of a training step."
 
 
@@ -1409,6 +1430,7 @@ def main(arguments=None):
             # fairseq takes every GPU that it sees.
             seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
             os.environ["CUDA_VISIBLE_DEVICES"] = seen if args.preset == "gpu" else ""
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # it stops what it started
         comparison = Comparison(args, check_input(args))
     except BadInput as error:
         print(f"compare.sh: {error}", file=sys.stderr)

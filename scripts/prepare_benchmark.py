@@ -841,7 +841,7 @@ def main(arguments=None):
     parser.add_argument("--pretokenized")
     parser.add_argument("--dict")
     parser.add_argument("--output")
-    parser.add_argument("--workers", type=positive(int), default=os.cpu_count() or 1)
+    parser.add_argument("--workers", type=positive(int), default=len(os.sched_getaffinity(0)))
     parser.add_argument("--vocabulary", type=positive(int))
     parser.add_argument("--longest", type=positive(int))
     parser.add_argument("--ratio", type=positive(float))

@@ -4,6 +4,7 @@
 import argparse
 import difflib
 import enum
+import math
 import os
 import re
 import shlex
@@ -224,24 +225,32 @@ def expected_by_flag(flag, value):
 
 
 # By how the names of options end.
-COUNTS = ("_layers", "_dim", "_heads", "max_tokens", "batch_size", "update_freq", "_per_sample")
+COUNTS = (
+    "coder_layers",
+    "_dim",
+    "_heads",
+    "max_tokens",
+    "batch_size",
+    "update_freq",
+    "_per_sample",
+)
 SHARES = ("dropout", "layerdrop", "label_smoothing")
 
 
 def expected_range(name, default, value):
     """The numbers that an option expects, in words; None if `value` is one of them or no number.
 
-    None is negative but where fairseq's default is: there that means "off".
+    Numbers are negative only where fairseq's default is, as that means "off", and counts 0
+    likewise.
     """
     numbers = [
         n for n in (value if isinstance(value, list) else [value]) if type(n) in (int, float)
     ]
     if name.endswith(SHARES):
         return None if all(0 <= n <= 1 for n in numbers) else "0 to 1"
-    if name.endswith(COUNTS):
-        return None if all(n >= 1 for n in numbers) else "at least 1"
-    off = type(default) in (int, float) and default < 0
-    return None if off or all(n >= 0 for n in numbers) else "at least 0"
+    default = default if type(default) in (int, float) else math.inf
+    least = 1 if name.endswith(COUNTS) and default > 0 else 0
+    return None if default < 0 or all(n >= least for n in numbers) else f"at least {least}"
 
 
 def in_words(kind):

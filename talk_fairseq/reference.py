@@ -1,7 +1,6 @@
 """The TaLK operator to read: plain PyTorch, any device, twice differentiable."""
 
 import torch
-import torch.nn.functional as F
 
 
 def talk_conv_reference(x, offset_left, offset_right, max_left, max_right):
@@ -20,7 +19,7 @@ def talk_conv_reference(x, offset_left, offset_right, max_left, max_right):
     H = offset_left.shape[2]
     wide = torch.float32 if x.device.type == "mps" else torch.float64
     rows = x.to(wide).reshape(T, B, H, C // H)
-    prefix = F.pad(rows.cumsum(0), (0, 0, 0, 0, 0, 0, 1, 0))
+    prefix = torch.cat([rows.new_zeros(1, *rows.shape[1:]), rows.cumsum(0)])
     time = torch.arange(T, device=x.device)[:, None, None]
 
     whole, fraction = _split(offset_right, max_right, T - 1 - time, time, wide)

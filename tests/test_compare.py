@@ -115,7 +115,7 @@ class Played:
 
     def __init__(self, monkeypatch, verses):
         self.ran, self.stop_at, self.broken = [], None, None
-        self.verses = verses
+        self.verses, self.why = verses, "RuntimeError: no"
         monkeypatch.setattr(compare.Comparison, "run", lambda *a, **k: self.run(*a, **k))
         monkeypatch.setattr(compare.Comparison, "check_systems", self.check_systems)
         monkeypatch.setattr(compare, "average", lambda paths, to: to.write_text(str(paths)))
@@ -142,7 +142,7 @@ class Played:
         self.ran.append(name)
         log.parent.mkdir(parents=True, exist_ok=True)
         if name == self.broken:
-            raise compare.Failed("fairseq-train failed; its log ends with\nRuntimeError: no")
+            raise compare.Failed(f"fairseq-train failed; its log ends with\n{self.why}")
         if command[1:] and command[1].endswith("prepare_corpus.py"):
             folder = comparison.corpus.with_name("corpus.partial")
             folder.mkdir()
@@ -240,6 +240,7 @@ def test_each_system_has_its_best_rate_in_validation(played, verses, tmp_path):
     out = tmp_path / "run"
     options = arguments(verses, out, "--lr", "1e-3,2e-3,5e-3")
     played.broken = "train transformer"  # at 2e-3, the best for both if it did not diverge
+    played.why = "FloatingPointError: gradients are Nan/Inf"
     assert compare.main(options) == 0
     assert played.ran[2:] == [
         "train talkconv at 1e-3", "train talkconv", "train talkconv at 5e-3",
@@ -251,22 +252,50 @@ def test_each_system_has_its_best_rate_in_validation(played, verses, tmp_path):
     assert rates == {"chosen": "1e-3", "validation": {"1e-3": 6, "2e-3": None, "5e-3": 8}}
     assert results["systems"]["talkconv"]["rates"]["chosen"] == "2e-3"
     assert results["systems"]["talkconv"]["seeds"]["1"]["validation"][-1]["loss"] == 5
-    assert "talkconv 2e-3, transformer 1e-3." in (out / "compare.md").read_text()
+    table = (out / "compare.md").read_text()
+    assert "talkconv 2e-3, transformer 1e-3." in table and "transformer diverged at 2e-3" in table
     assert (out / "transformer/1e-3/1/generated").exists()
 
-    # Another seed has the chosen rate; what failed is tried again, and may be chosen now.
+    # Another seed has the chosen rate; what diverged is not tried again.
     played.broken, played.ran = None, []
     assert compare.main([*options, "--seeds", "2"]) == 0
-    assert played.ran[:3] == ["train transformer", "train talkconv", "train transformer"]
+    assert played.ran == [
+        "train talkconv", "train transformer at 1e-3", "fairseq-generate", "fairseq-generate"
+    ]  # fmt: skip
+
+
+def test_a_rate_that_failed_for_another_reason_is_no_choice(played, verses, tmp_path, capsys):
+    options = arguments(verses, tmp_path / "run", "--lr", "1e-3,2e-3")
+    played.broken = "train transformer"
+    assert compare.main(options) == 1
+    assert "failed: transformer (seed 1)" in capsys.readouterr().err
+
+    played.broken, played.ran = None, []
+    assert compare.main(options) == 0
+    assert played.ran == ["train transformer", "fairseq-generate", "measure"]
+
+
+def test_speeds_are_those_of_the_chosen_rate(played, verses, tmp_path):
+    out = tmp_path / "run"
+    assert compare.main(arguments(verses, out)) == 0
+    speeds = json.loads((out / "speeds.json").read_text())
+    assert {row["rate"] for row in speeds.values()} == {"2e-3"}
+    speeds["talkconv"]["rate"] = "1e-3"
+    (out / "speeds.json").write_text(json.dumps(speeds))
+    played.ran = []
+    assert compare.main(arguments(verses, out)) == 0
+    assert played.ran == ["measure"]
 
 
 def test_a_system_that_fails_at_every_rate(played, verses, tmp_path, capsys):
-    played.broken = "train talkconv at 1e-3"
-    options = arguments(verses, tmp_path / "run", "--lr", "1e-3", "--seeds", "2")
+    played.broken, played.why = "train talkconv at 0.001", "FloatingPointError"
+    options = arguments(verses, tmp_path / "run", "--lr", "1e-3,0.001", "--seeds", "2")
     assert compare.main(options) == 1
     assert "failed: talkconv (seed 1)" in capsys.readouterr().err
-    assert played.ran.count("train transformer at 1e-3") == 2
-    assert played.ran.count(played.broken) == 1  # its other seed has no rate to be trained at
+    assert "diverged at every" in (tmp_path / "run/compare.md").read_text()
+    # 0.001 is the same rate, of which the last spelling counts.
+    assert played.ran.count("train transformer at 0.001") == 2
+    assert played.ran.count("train talkconv at 0.001") == 1  # its other seed has no rate
 
 
 def test_trainings_side_by_side(played, verses, tmp_path, monkeypatch):
@@ -336,7 +365,7 @@ def test_two_at_once_in_one_folder(played, verses, tmp_path, capsys):
     out.mkdir()
     with open(out / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "another comparison is running" in refusal(capsys, *arguments(verses, out))
+        assert "another comparison, or a training" in refusal(capsys, *arguments(verses, out))
     assert [path.name for path in out.iterdir()] == ["lock"]
 
 

@@ -60,13 +60,19 @@ if not ALONE:
     from talk_fairseq import checkpoint_files, compat
 
 PROBES = {}
+WITHOUT_ERROR = set()  # probes that need no mend with this NumPy
 
 
-def breaks(error):
-    """Register a probe, which takes a folder, with a pattern of its error without the mend."""
+def breaks(error, since_numpy=1):
+    """Register a probe, which takes a folder, with a pattern of its error without the mend.
+
+    Before the major version `since_numpy` of NumPy there is no error.
+    """
 
     def register(probe):
         PROBES[probe.__name__] = (probe, error)
+        if int(np.__version__.split(".")[0]) < since_numpy:
+            WITHOUT_ERROR.add(probe.__name__)
         return probe
 
     return register
@@ -273,12 +279,12 @@ def dictionary():
     return words
 
 
-@breaks("interpolation")
+@breaks("interpolation", since_numpy=2)
 def batch_buckets_work(tmp_path):
     assert data_utils.get_buckets(np.array([1, 2, 3, 9]), 2).tolist() == [2, 9]
 
 
-@breaks("compat")
+@breaks("compat", since_numpy=2)
 def num_batch_buckets_of_pairs_work(tmp_path):
     words = dictionary()
     lines = [torch.tensor([5] * length + [2]) for length in (1, 4, 2)]
@@ -290,7 +296,7 @@ def num_batch_buckets_of_pairs_work(tmp_path):
     assert pairs.bucketed_num_tokens.tolist() == [3, 5, 3]
 
 
-@breaks("compat")
+@breaks("compat", since_numpy=2)
 def sample_break_mode_eos_works(tmp_path):
     lines = [torch.tensor([5, 6, 2]), torch.tensor([7, 2])]
     blocks = TokenBlockDataset(lines, [3, 2], block_size=None, pad=1, eos=2, break_mode="eos")
@@ -572,6 +578,8 @@ def run_alone(folder):
 
 @pytest.mark.parametrize("name", PROBES)
 def test_it_breaks_without_the_mend(name, alone):
+    if name in WITHOUT_ERROR:
+        pytest.skip(f"nothing to mend with NumPy {np.__version__}")
     assert re.search(PROBES[name][1], alone[name]), alone[name]
 
 

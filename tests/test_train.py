@@ -235,11 +235,23 @@ def test_options_that_fairseq_takes(name):
     planned(
         name, "--cpu", "model.dropout=0", "++common.fp16=True", "dataset.curriculum=2",
         "optimization.lr=[1]", "model.encoder_embed_path=null", "hydra.run.dir=x",
-        "ema.ema_decay=1", "scoring._name=bleu", "optimizer.adam_eps=1e-9",
+        "ema.ema_decay=1", "model.base_layers=0" if name == TALK else "model.decoder_layers=2",
+        "scoring._name=bleu", "optimizer.adam_eps=1e-9",
         "task.num_batch_buckets=3", "model.decoder_layers=1", "checkpoint.patience=-1",
         "checkpoint.keep_last_epochs=-1", "optimization.stop_min_lr=-1",
         "distributed_training.ddp_backend=legacy_ddp",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ["talkconv", "talkconv_lm", "transformer_lm"])
+def test_options_take_their_own_defaults(arch):
+    from fairseq.models import ARCH_MODEL_REGISTRY
+
+    known = train.known_options({"model": {"_name": arch}})
+    fields = train.OmegaConf.structured(ARCH_MODEL_REGISTRY[arch].__dataclass)
+    for name, value in train.OmegaConf.to_container(fields).items():
+        if name != "_name" and not str(value).startswith(("${", "???")):
+            assert known[f"model.{name}"](value) is None, (name, value)
 
 
 def test_options_of_the_config_itself(folder, tmp_path, monkeypatch):
