@@ -348,7 +348,12 @@ def choose_devices(args, recipe, config):
 
 
 def shared_evenly(recipe, config, processes):
-    """Whether so many processes make up the recipe's batch, which is counted in tokens."""
+    """Whether so many processes make up the recipe's batch, which is counted in tokens.
+
+    Raises BadInput if those of the config are not.
+    """
+    if config.dataset.max_tokens is None:
+        raise BadInput("dataset.max_tokens: expected a number, as the recipe's batch has, got null")
     return whole_batch(recipe) % (config.dataset.max_tokens * processes) == 0
 
 

@@ -210,6 +210,7 @@ TALK, LIGHT = "iwslt14_de_en/talkconv", "iwslt14_de_en/lightconv"  # LightConv h
         (TALK, "common.fp16=maybe", "common.fp16: expected true or false, got 'maybe'"),
         (TALK, "distributed_training.ddp_backend=x", "expected one of c10d, fully_sharded"),
         (TALK, "model.encoder_layers=-1", "model.encoder_layers: expected at least 1, got -1"),
+        (TALK, "dataset.max_tokens=null", "dataset.max_tokens: expected a number"),
         (TALK, "dataset.max_tokens=0", "dataset.max_tokens: expected at least 1, got 0"),
         (TALK, "optimization.max_update=-3", "optimization.max_update: expected at least 0"),
         (TALK, "optimization.update_freq=[4,0]", "expected at least 1, got [4, 0]"),
