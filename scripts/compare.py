@@ -607,9 +607,10 @@ class Comparison:
                 self.running.discard(process)
         if process.returncode:
             tail = log.read_text(encoding="utf-8").splitlines()[-15:]
-            how = f"was killed by signal {-process.returncode}"
-            how = f"{Path(command[0]).name} {how if process.returncode < 0 else 'failed'}"
-            raise Failed(f"{how}; {log} ends with\n" + "\n".join(tail))
+            signalled = f"was killed by signal {-process.returncode}"
+            how = signalled if process.returncode < 0 else "failed"
+            name = Path(command[0]).name
+            raise Failed(f"{name} {how}; {log} ends with\n" + "\n".join(tail))
 
     def prepare(self):
         """Plain text, a SentencePiece model, the pieces, and their numbers."""
@@ -803,7 +804,9 @@ class Comparison:
         wanted = {name: (self.args.turns, self.rates[name]["chosen"]) for name in checkpoints}
         if path.exists():
             there = read_json(path)
-            turns = {name: (len(r["training"]["turns"]), r["rate"]) for name, r in there.items()}
+            turns = {
+                name: (len(r["training"]["turns"]), r.get("rate")) for name, r in there.items()
+            }
             if turns != wanted:
                 path.unlink()  # ratios are of one measurement
 

@@ -225,15 +225,7 @@ def expected_by_flag(flag, value):
 
 
 # By how the names of options end.
-COUNTS = (
-    "coder_layers",
-    "_dim",
-    "_heads",
-    "max_tokens",
-    "batch_size",
-    "update_freq",
-    "_per_sample",
-)
+COUNTS = ("coder_layers", "_dim", "_heads", "max_tokens", "batch_size", "update_freq")
 SHARES = ("dropout", "layerdrop", "label_smoothing")
 
 
