@@ -52,6 +52,11 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(skip)
 
 
+def pytest_runtest_setup():
+    """Each test draws the same random numbers, in whatever order and process it runs."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def poisoned_memory(monkeypatch):
     """Fresh memory holds NaN, so that an element that nobody wrote shows."""

@@ -9,7 +9,8 @@ import math
 import numpy as np
 import torch
 
-# Worst error of any element, relative to the largest element of the expected tensor.
+# Worst error of any element, relative to the largest element of the expected tensor, and to the
+# type's smallest normal number where that is larger: below it, rounding is an absolute error.
 # fp16 and bf16: half a unit in the last place, and a little for float32 arithmetic.
 TOLERANCE = {
     torch.float64: 1e-11,
@@ -82,11 +83,12 @@ def talk_conv_backward(dout, x, offset_left, offset_right, max_left, max_right):
 
 
 def worst_error(actual, expected):
-    """Largest ``|actual - expected|`` over the largest ``|expected|``."""
+    """Largest ``|actual - expected|`` over the largest ``|expected|``, as TOLERANCE bounds it."""
     if actual.numel() == 0:
         return 0.0
     error = (actual.detach().cpu().double() - expected).abs().max()
-    return torch.nan_to_num(error / expected.abs().max().clamp(min=1e-30), nan=math.inf).item()
+    scale = expected.abs().max().clamp(min=torch.finfo(actual.dtype).tiny)
+    return torch.nan_to_num(error / scale, nan=math.inf).item()
 
 
 def rms_error(actual, expected):
