@@ -740,7 +740,8 @@ class Comparison:
             losses = {}
             for rate in self.args.rates:
                 trained = (self.run_folder(name, 1, rate) / "averaged.pt").exists()
-                losses[rate] = self.validation(name, 1, rate)[-1]["loss"] if trained else None
+                loss = self.validation(name, 1, rate)[-1]["loss"] if trained else math.nan
+                losses[rate] = loss if math.isfinite(loss) else None
             trained = {rate: loss for rate, loss in losses.items() if loss is not None}
             if trained:
                 chosen = min(trained, key=trained.get)

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import subprocess
 import sys
@@ -114,7 +115,7 @@ class Played:
     """In place of fairseq: writes what its commands write, and notes what was run."""
 
     def __init__(self, monkeypatch, verses):
-        self.ran, self.stop_at, self.broken = [], None, None
+        self.ran, self.stop_at, self.broken, self.nan = [], None, None, None
         self.verses, self.why = verses, "RuntimeError: no"
         monkeypatch.setattr(compare.Comparison, "run", lambda *a, **k: self.run(*a, **k))
         monkeypatch.setattr(compare.Comparison, "check_systems", self.check_systems)
@@ -158,7 +159,8 @@ class Played:
             (checkpoints / "checkpoint_1_4.pt").touch()
             with open(log, "a") as file:
                 for updates in (2, 4):
-                    file.write(valid_line(updates, 9 - updates + abs(2 - 1e3 * float(rate))))
+                    loss = 9 - updates + abs(2 - 1e3 * float(rate))
+                    file.write(valid_line(updates, math.nan if name == self.nan else loss))
         else:
             folder = next(word for word in command if word.endswith("generated.partial"))
             os.mkdir(folder)
@@ -273,6 +275,15 @@ def test_a_rate_that_failed_for_another_reason_is_no_choice(played, verses, tmp_
     played.broken, played.ran = None, []
     assert compare.main(options) == 0
     assert played.ran == ["train transformer", "fairseq-generate", "measure"]
+
+
+def test_a_rate_that_ends_in_nan_is_no_choice(played, verses, tmp_path):
+    out = tmp_path / "run"
+    played.nan = "train talkconv at 1e-3"
+    assert compare.main(arguments(verses, out, "--lr", "1e-3,2e-3,5e-3")) == 0
+    rates = json.loads((out / "results.json").read_text())["systems"]["talkconv"]["rates"]
+    assert rates == {"chosen": "2e-3", "validation": {"1e-3": None, "2e-3": 5, "5e-3": 8}}
+    assert "talkconv diverged at 1e-3." in (out / "compare.md").read_text()
 
 
 def test_speeds_are_those_of_the_chosen_rate(played, verses, tmp_path):
