@@ -189,7 +189,7 @@ class Schedule:
 LOW, HIGH = ("5e-4", "1e-3", "2e-3"), ("1e-3", "2e-3", "4e-3")
 # Of the task where it has a schedule of its own, else of its kind.
 SCHEDULES = {
-    ("cpu", "seq2seq"): Schedule(1600, 1, HIGH, 150, 800, 20, 3, 20, 2),
+    ("cpu", "seq2seq"): Schedule(1600, 1, HIGH, 500, 800, 20, 3, 20, 2),
     ("cpu", "summ"): Schedule(3200, 1, LOW, 300, 2000, 20, 5, 20, 2, source=96),
     ("gpu", "seq2seq"): Schedule(2500, 3, LOW, 500, 8000, 25, 5, 40, 8),
     ("gpu", "summ"): Schedule(2500, 3, LOW, 500, 8000, 25, 5, 40, 8, source=400),
