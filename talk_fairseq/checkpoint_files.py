@@ -19,6 +19,7 @@ import zipfile
 import fairseq.distributed.utils
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # --- Reading checkpoints ---
 
@@ -258,6 +259,37 @@ def naming(path):
         reason = one_line(f"{type(error).__name__}: {error}", 500)
         kind = ValueError if isinstance(error, ValueError) else RuntimeError
         raise kind(f"{path} cannot be loaded: {reason}") from error
+
+
+LEAST_ROOM = 1 << 32  # bytes: tables of positions, for one, are made and not in the file
+TENSOR = 1 << 14  # bytes that a tensor counts at least, with the modules around it
+
+
+class Building(TorchDispatchMode):
+    """Inside, tensors may be made as the model of the checkpoint ``path`` may need them.
+
+    Options state sizes without having bytes for them, and a model is built before it is compared
+    with its parameters. All that is made counts, kept or not: 16 times the size of the file is for
+    halves that become float32, shared parameters and what initialisation makes in passing.
+
+    Raises ValueError beyond that.
+    """
+
+    def __init__(self, path):
+        super().__init__()
+        self.room = max(LEAST_ROOM, 16 * os.path.getsize(path)) if os.path.isfile(path) else None
+        self.made = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        fresh = all(value.alias_info is None for value in function._schema.returns)
+        if self.room and fresh:
+            for value in made if isinstance(made, (list, tuple)) else (made,):
+                if isinstance(value, torch.Tensor):
+                    self.made += max(TENSOR, value.numel() * value.element_size())
+            if self.made > self.room:
+                raise ValueError(f"its options make a model of over {self.room:,} bytes")
+        return made
 
 
 # --- Writing files ---

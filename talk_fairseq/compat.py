@@ -62,6 +62,7 @@ from fairseq.file_io import PathManager
 from omegaconf import OmegaConf
 
 from talk_fairseq.checkpoint_files import (
+    Building,
     allow_checkpoint_types,
     evaluate,
     naming,
@@ -148,10 +149,13 @@ def name_bad_options(original, path, *args, **kwargs):
 
 @mends(fairseq.checkpoint_utils, "load_model_ensemble_and_task")
 def name_bad_models(original, filenames, arg_overrides=None, task=None, *args, **kwargs):
-    """Of several models, fairseq does not say which one does not fit its options or dictionary."""
+    """Of several models, fairseq does not say which one does not fit its options or dictionary.
+
+    Options that ask for a model far beyond the size of the file took all memory there is.
+    """
     ensemble, cfg = [], None
     for filename in filenames:
-        with naming(filename):
+        with naming(filename), Building(filename):
             models, cfg, task = original([filename], arg_overrides, task, *args, **kwargs)
         ensemble += models
     return ensemble, cfg, task

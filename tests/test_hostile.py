@@ -637,6 +637,30 @@ UNUSABLE = {
 }
 
 
+HUGE = {
+    "layers without end": {
+        "model": {"weight": torch.zeros(1)},
+        **option(arch="transformer", encoder_layers=10**9),
+    },
+    "windows without end": option(encoder_max_left="1x1000000000", encoder_layers=10**9),
+    "layers as wide as memory": option(decoder_ffn_embed_dim=1 << 20),
+    "a layer wider than memory": option(decoder_ffn_embed_dim=1 << 40),
+    "positions without end": option(max_source_positions=1 << 21),
+}
+
+
+def test_options_that_ask_for_a_huge_model(doors, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(checkpoint_files, "LEAST_ROOM", 64 * MIB)
+    path, refused = tmp_path / "huge.pt", 0
+    for name, changes in HUGE.items():
+        save_zip(good(**changes), path)
+        forget_peak()
+        before = peak()
+        refused += refusal(doors["fairseq-generate"], path) is not None
+        assert peak() - before < MEMORY, name
+    report(capsys, "options that ask for a huge model", refused, len(HUGE))
+
+
 def test_checkpoints_that_do_not_fit(doors, tmp_path, capsys):
     path, whole = tmp_path / "other.pt", tmp_path / "whole.pt"
     save_zip(good(), whole)

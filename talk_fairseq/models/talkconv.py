@@ -198,7 +198,7 @@ def window_list(name, windows, layers):
             given = []
             for entry in windows.split(","):
                 window, times, count = entry.partition("x")
-                given += [int(window)] * (_at_least_1(int(count)) if times else 1)
+                given += [int(window)] * (_repeats(int(count)) if times else 1)
         else:
             given = [windows] if isinstance(windows, int) else list(windows)
             if not all(type(window) is int for window in given):
@@ -216,8 +216,8 @@ def window_list(name, windows, layers):
     return given
 
 
-def _at_least_1(count):
-    if count < 1:
+def _repeats(count):
+    if not 1 <= count <= 10_000:  # a checkpoint of a stranger may state any
         raise ValueError
     return count
 
