@@ -103,9 +103,11 @@ def training_speeds(steps, turns=5, seconds=0.0, report=None):
     for step in steps.values():
         step()
     speeds = {name: [] for name in steps}
-    for _ in range(turns):
-        for name, step in steps.items():
-            speeds[name].append(timed(step, seconds))
+    names = list(steps)
+    for turn in range(turns):
+        first = turn % len(names)  # so that none always follows the same other
+        for name in names[first:] + names[:first]:
+            speeds[name].append(timed(steps[name], seconds))
         if report is not None:
             report(speeds)
     return speeds

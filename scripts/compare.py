@@ -34,8 +34,7 @@ from whole_files import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = 4000
-REFERENCE = "talkconv"  # whose size the others are given
-BASELINE = "transformer"  # which the others are tested against
+REFERENCE = "talkconv"  # whose size the others are given, and which they are tested against
 TOLERANCE = 0.05  # by which the largest may have more parameters than the smallest
 BLOCK = {"cpu": 256, "gpu": 512}  # tokens that a language model sees at once
 TITLES = {"mt": "sacreBLEU", "lm": "perplexity", "summ": "ROUGE-L"}
@@ -60,7 +59,7 @@ Beyond the paper are talkconv_plus (a convolution of 3 tokens before the windows
 begin with windows of all lengths) and talkconv_plus_wide (the same with longer windows).
 
   --task mt     translation: sacreBLEU with a 95% interval, and p by sacreBLEU's paired bootstrap
-                against the Transformer (default)
+                against TaLK (default)
   --task lm     language models of --target-lang: perplexity, beside that of a unigram
   --task summ   summaries: ROUGE, beside that of the first words of the source; needs --data, with
                 {train,valid,test}.{source,target}
@@ -189,7 +188,7 @@ class Schedule:
 LOW, HIGH = ("5e-4", "1e-3", "2e-3"), ("1e-3", "2e-3", "4e-3")
 # Of the task where it has a schedule of its own, else of its kind.
 SCHEDULES = {
-    ("cpu", "seq2seq"): Schedule(1600, 1, HIGH, 500, 800, 20, 3, 20, 2),
+    ("cpu", "seq2seq"): Schedule(1600, 1, HIGH, 400, 800, 20, 3, 20, 8),
     ("cpu", "summ"): Schedule(3200, 1, LOW, 300, 2000, 20, 5, 20, 2, source=96),
     ("gpu", "seq2seq"): Schedule(2500, 3, LOW, 500, 8000, 25, 5, 40, 8),
     ("gpu", "summ"): Schedule(2500, 3, LOW, 500, 8000, 25, 5, 40, 8, source=400),
@@ -701,7 +700,7 @@ class Comparison:
     def train(self, name, seed, rate):
         """The average of the last checkpoints of a run. Goes on from its last checkpoint.
 
-        A rate at which the first seed diverges is out; `diverged` in its folder says so.
+        A run that diverges is out, not to be tried again; `diverged` in its folder says so.
         """
         folder, title = self.run_folder(name, seed, rate), f"{name}, seed {seed}, at {rate}"
         checkpoints, log = folder / "checkpoints", folder / "train.log"
@@ -727,7 +726,7 @@ class Comparison:
         try:
             self.once(f"training {title}", diverged if diverged.exists() else made, make)
         except Failed as error:
-            if seed > 1 or "FloatingPointError" not in str(error):  # as fairseq stops for NaN
+            if "FloatingPointError" not in str(error):  # as fairseq stops for NaN
                 self.fail(name, seed, error, title)
                 return
             show(f"{title}: diverged")
@@ -758,9 +757,9 @@ class Comparison:
 
     def evaluate(self, name, seed):
         """What the model makes of the test set, with the log of fairseq."""
-        if (name, seed) in self.failures:
-            return
         folder = self.run_folder(name, seed)
+        if (name, seed) in self.failures or (folder / "diverged").exists():
+            return
         if self.args.task == "lm":
             made = folder / "averaged.txt"
 
@@ -864,10 +863,12 @@ class Comparison:
             for seed in seeds:
                 if (name, seed) in self.failures:
                     row.setdefault("error", f"seed {seed}: {self.failures[name, seed]}")
-                elif (name, 1) not in self.failures:
-                    row["seeds"][str(seed)] = {
-                        "validation": self.validation(name, seed),
-                    }
+                elif (name, 1) in self.failures:
+                    pass
+                elif (self.run_folder(name, seed) / "diverged").exists():
+                    row.setdefault("diverged", []).append(seed)
+                else:
+                    row["seeds"][str(seed)] = {"validation": self.validation(name, seed)}
             row["speed"] = speeds.get(name)
         results = {
             "task": args.task,
@@ -1146,16 +1147,16 @@ def score_translations(comparison, results):
     systems = results["systems"]
     for seed in range(1, comparison.args.seeds + 1):
         names = [name for name, row in systems.items() if str(seed) in row["seeds"]]
-        names.sort(key=lambda name: name != BASELINE)  # which the test takes first
+        names.sort(key=lambda name: name != REFERENCE)  # which the test takes first
         if not names:
             continue
         named = [(name, hypotheses_of(comparison, name, seed, len(references))) for name in names]
         bleu = BLEU(references=[references])
         signatures, scores = PairedTest(named, {"BLEU": bleu}, None, test_type="bs")()
         results["signature"] = str(signatures["BLEU"])
-        tested = names[0] == BASELINE
+        tested = names[0] == REFERENCE
         if tested:
-            results["baseline"] = BASELINE
+            results["baseline"] = REFERENCE
         for name, result in zip(scores["System"], scores["BLEU"]):
             systems[name]["seeds"][str(seed)].update(
                 bleu=result.score,
@@ -1370,7 +1371,14 @@ def notes(results):
             diverged = [rate for rate, loss in row["validation"].items() if loss is None]
             if diverged:
                 yield f"{name} diverged at {', '.join(diverged)}."
+    for name, row in results["systems"].items():
+        for seed in row.get("diverged", []):
+            yield f"{name} diverged with seed {seed}, which does not count."
     yield "Speeds: medians of turns in one process; peak memory: of a training step."
+    if results["preset"] == "cpu":
+        yield "Float32; matrix products in bfloat16 where the processor has it."
+    else:
+        yield "Float16."
 
 
 def validation_runs(results):
@@ -1426,6 +1434,23 @@ def speed_figure(results):
     return figure
 
 
+def write_results(out, results):
+    """Print the table; write it with all numbers and the plots to the folder `out`."""
+    lines = "\n".join(table(results)) + "\n"
+    write_json(out / "results.json", results)
+    write_whole(out / "compare.md", lines)
+    figures = {"validation.png": validation_figure, "speed.png": speed_figure}
+    measured = any("score" in row and row["speed"] for row in results["systems"].values())
+    for name, figure in figures.items():
+        if measured:
+            from plot_training import save_figure
+
+            save_figure(figure(results), out / name)
+        else:
+            remove(out / name)  # of an earlier run
+    show(f"\n{lines}\nEverything is in {out}")
+
+
 def main(arguments=None):
     """Run the command; status 2 for bad input, 1 where something failed."""
     try:
@@ -1441,6 +1466,7 @@ def main(arguments=None):
         return 2
     try:
         results = comparison.go()
+        write_results(args.out, results)
     except (Failed, OSError, ValueError) as error:
         print(f"compare.sh: {error}", file=sys.stderr)
         return 1
@@ -1449,15 +1475,6 @@ def main(arguments=None):
         return 130
     finally:
         comparison.lock.close()
-    lines = "\n".join(table(results)) + "\n"
-    write_json(args.out / "results.json", results)
-    write_whole(args.out / "compare.md", lines)
-    if any("score" in row and row["speed"] for row in results["systems"].values()):
-        from plot_training import save_figure
-
-        save_figure(validation_figure(results), args.out / "validation.png")
-        save_figure(speed_figure(results), args.out / "speed.png")
-    show(f"\n{lines}\nEverything is in {args.out}")
     if comparison.failures:
         failed = ", ".join(f"{name} (seed {seed})" for name, seed in comparison.failures)
         print(f"compare.sh: failed: {failed}", file=sys.stderr)

@@ -60,7 +60,8 @@ def test_steps_take_turns(benchmark, monkeypatch):
         seconds=2,
         report=lambda so_far: told.append({name: len(turns) for name, turns in so_far.items()}),
     )
-    assert "".join(calls) == "ab" + 2 * "aab"  # each warms up; "a" needs two calls for 2 seconds
+    # Each warms up, and "a" needs two calls for 2 seconds; who was first is last in the next turn.
+    assert "".join(calls) == "ab" + "aab" + "baa"
     assert speeds == {"a": [1, 1], "b": [3, 3]}
     assert told == [{"a": 1, "b": 1}, {"a": 2, "b": 2}]
     # The median of ratios within a turn, not the ratio of medians.

@@ -277,6 +277,19 @@ def test_a_rate_that_failed_for_another_reason_is_no_choice(played, verses, tmp_
     assert played.ran == ["train transformer", "fairseq-generate", "measure"]
 
 
+def test_a_later_seed_that_diverges_does_not_count(played, verses, tmp_path):
+    out = tmp_path / "run"
+    assert compare.main(arguments(verses, out)) == 0
+    played.broken, played.why = "train transformer", "FloatingPointError: gradients are Nan/Inf"
+    assert compare.main(arguments(verses, out, "--seeds", "2")) == 0
+    systems = json.loads((out / "results.json").read_text())["systems"]
+    assert list(systems["transformer"]["seeds"]) == ["1"] and systems["transformer"]["score"] > 1
+    assert list(systems["talkconv"]["seeds"]) == ["1", "2"]
+    assert "transformer diverged with seed 2" in (out / "compare.md").read_text()
+    played.broken, played.ran = None, []
+    assert compare.main(arguments(verses, out, "--seeds", "2")) == 0 and played.ran == []
+
+
 def test_a_rate_that_ends_in_nan_is_no_choice(played, verses, tmp_path):
     out = tmp_path / "run"
     played.nan = "train talkconv at 1e-3"
@@ -402,10 +415,12 @@ def test_scores_outlive_a_failed_measurement_of_speed(played, verses, tmp_path, 
     assert "speeds: AssertionError: sentences lengths" in capsys.readouterr().out
     table = (out / "compare.md").read_text()
     assert "100.00" in table and table.count("not measured") == 4
+    assert not list(out.glob("*.png"))
 
     played.broken, played.ran = None, []
     assert compare.main(arguments(verses, out)) == 0
     assert played.ran == ["measure"] and "not measured" not in (out / "compare.md").read_text()
+    assert len(list(out.glob("*.png"))) == 2
     # Once is enough, but for another number of turns.
     for turns, ran in ((5, []), (3, ["measure"])):
         played.ran = []
@@ -433,10 +448,10 @@ def test_scores_are_those_of_sacrebleu(played, verses, tmp_path):
     hypotheses = [line.replace("the", "a") for line in references]
     assert transformer["score"] == BLEU().corpus_score(hypotheses, [references]).score < 99
     assert talk["score"] == pytest.approx(100)
-    assert talk["p"] < 0.05 and transformer["p"] is None
+    assert transformer["p"] < 0.05 and talk["p"] is None
     low, high = transformer["interval"]
     assert low < transformer["score"] < high
-    assert "nrefs:1|bs:1000|" in results["signature"] and results["baseline"] == "transformer"
+    assert "nrefs:1|bs:1000|" in results["signature"] and results["baseline"] == "talkconv"
     table = (tmp_path / "run/compare.md").read_text()
     assert "100.00" in table and f"{TEST_VERSES} sentences" in table
 
@@ -465,12 +480,12 @@ def synthetic(task="mt", seeds=2):
     for number, (name, seconds) in enumerate((("talkconv", 0.5), ("transformer", 1.0))):
         validation = [{"updates": n, "loss": 9 - n / 100 + number, "ppl": 40} for n in (100, 200)]
         scores = {compare.SCORES[task]: 20.0 + number, "perplexity_per_word": 80}
-        scores |= {"interval": [19, 21 + number], "p": 0.04 if number == 0 else None}
+        scores |= {"interval": [19, 21 + number], "p": 0.04 if number else None}
         systems[name] = {
             "parameters": 4_600_000 + number,
             "score": 20.5 + number,
             "interval": [19, 21 + number],
-            "p": 0.04 if number == 0 else None,
+            "p": 0.04 if number else None,
             "perplexity_per_word": 80.0,
             "rouge_1": 31.0,
             "rouge_2": 11.0,
@@ -481,7 +496,12 @@ def synthetic(task="mt", seeds=2):
         }
     systems["broken"] = {"seeds": {}, "error": "ImportError: no such thing", "speed": None}
     results = {"task": task, "systems": systems, "updates": 200, "test": {"sentences": 1053}}
-    return results | {"machine": "a machine", "signature": "nrefs:1", "baseline": "transformer"}
+    return results | {
+        "machine": "a machine",
+        "signature": "nrefs:1",
+        "baseline": "talkconv",
+        "preset": "cpu",
+    }
 
 
 def cells(results, name):
@@ -492,11 +512,11 @@ def cells(results, name):
 def test_the_table():
     results = synthetic()
     assert cells(results, "talkconv") == [
-        "talkconv", "4,600,000", "20.50 ± 0.00", "19.00 to 21.00", "0.040", "1,600", "", "20.00",
+        "talkconv", "4,600,000", "20.50 ± 0.00", "19.00 to 21.00", "", "1,600", "", "20.00",
         "", "1",
     ]  # fmt: skip
     # TaLK is faster by the median of the turns' ratios: 2 and 2.
-    assert cells(results, "transformer")[5:] == ["800", "2.00x", "10.00", "2.00x", "1"]
+    assert cells(results, "transformer")[4:] == ["0.040", "800", "2.00x", "10.00", "2.00x", "1"]
     assert cells(results, "broken")[1].startswith("ImportError")
     widths = {len(line) for line in compare.table(results) if line.startswith("|")}
     assert len(widths) == 1
@@ -591,3 +611,32 @@ def test_a_comparison_killed_in_training_resumes_where_it_was(verses, tmp_path):
     # The second time everything is there.
     again = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert "==" not in again.stdout and (out / "compare.md").read_text() in again.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "task, systems",
+    [
+        ("mt", "talkconv_plus,lightconv,dynamicconv,convs2s"),
+        ("lm", "talkconv,talkconv_plus,transformer,lightconv,dynamicconv"),
+        ("summ", "talkconv,transformer,dynamicconv"),
+    ],
+)
+def test_each_task_from_start_to_end(tmp_path, task, systems):
+    data = write_verses(tmp_path / "text", ("source", "target") if task == "summ" else ("es", "en"))
+    out = tmp_path / "run"
+    command = [
+        ROOT / "scripts/compare.sh", "--task", task, "--systems", systems,
+        "--data", data, "--out", out, "--updates", "2", "--turns", "1", "--lr", "1e-3",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    results = json.loads((out / "results.json").read_text())
+    assert ",".join(results["systems"]) == systems
+    for name, row in results["systems"].items():
+        assert 0 <= row["score"] < math.inf, name
+        for speed in ("training_tokens", "generated_sentences"):
+            assert row["speed"][f"{speed}_per_second"] > 0, name
+    assert compare.TITLES[task] in (out / "compare.md").read_text() or task == "lm"
+    assert len(list(out.glob("*.png"))) == 2
