@@ -4,11 +4,6 @@ set -euo pipefail
 
 scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 "$scripts/setup.sh" >&2
-if command -v nvidia-smi >/dev/null; then # CuPy of the CUDA version that PyTorch was built for
-    cuda=$("$scripts/../.venv/bin/python" -c 'import torch as t
-print("cuda" + t.version.cuda.split(".")[0] if t.cuda.is_available() and t.version.cuda else "")')
-    [[ -z "$cuda" ]] || "$scripts/setup.sh" "$cuda" >&2
-fi
 # Threads that spin while they wait starve each other as soon as anything else runs; and memory is
 # kept instead of being handed back to the system after each tensor: a tenth faster on a CPU.
 export OMP_WAIT_POLICY=PASSIVE

@@ -80,15 +80,8 @@ set_up() {
     export PYTHONWARNINGS=ignore # fairseq calls much that PyTorch has deprecated
 
     device=cpu
-    if ! $cpu; then
-        # On a GPU, CuPy for the CUDA version that PyTorch was built for.
-        local cuda
-        cuda=$(python -c 'import torch as t
-print("cuda" + t.version.cuda.split(".")[0] if t.cuda.is_available() and t.version.cuda else "")')
-        if [[ -n "$cuda" ]]; then
-            device=gpu
-            scripts/setup.sh "$cuda"
-        fi
+    if ! $cpu && python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+        device=gpu
     fi
     if [[ "$device" == cpu ]]; then
         # Threads that spin while they wait starve each other as soon as anything else runs.

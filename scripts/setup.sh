@@ -7,7 +7,8 @@ usage() {
     cat <<'USAGE'
 usage: scripts/setup.sh [cuda12|cuda13]
 
-  cuda12, cuda13   also install CuPy for the CUDA version that PyTorch was built for
+  cuda12, cuda13   also install CuPy for that CUDA version, which is to be PyTorch's. Without it this
+                   is done where there is a GPU that PyTorch can use
 
 The Python is $PYTHON, or the first of python3.11, python3.12, python3 that is 3.11 or 3.12.
 USAGE
@@ -27,6 +28,18 @@ case "${1-}" in
     -h | --help) usage && exit 0 ;;
     *) usage >&2 && exit 2 ;;
 esac
+
+# Ends the script, after the CuPy of PyTorch's CUDA version where there is a GPU for it.
+finish() {
+    local cuda=''
+    if [[ "$extras" != *cuda* ]] && command -v nvidia-smi >/dev/null; then
+        cuda=$(.venv/bin/python -c 'import torch
+version = (torch.version.cuda or "").split(".")[0]
+print("cuda" + version if torch.cuda.is_available() and version in ("12", "13") else "")')
+    fi
+    [[ -z "$cuda" ]] || exec scripts/setup.sh "$cuda"
+    exit 0
+}
 
 supported='import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))'
 find_python() {
@@ -49,7 +62,7 @@ fi
 wanted="$extras
 $PWD $(cat setup.cfg pyproject.toml constraints.txt scripts/setup.sh | cksum)"
 if [[ -f "$stamp" && "$(cat "$stamp")" == "$wanted" ]] && .venv/bin/python -c "$supported"; then
-    exit 0
+    finish
 fi
 
 python=$(find_python)
@@ -82,3 +95,4 @@ if [[ "$extras" =~ cuda([0-9]+) ]]; then
 fi
 printf '%s\n' "$wanted" >"$stamp"
 echo "setup.sh: ready" >&2
+finish

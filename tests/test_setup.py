@@ -39,6 +39,26 @@ def test_another_version_of_python(copy):
         assert not (copy / ".venv").exists()
 
 
+def test_cupy_where_there_is_a_gpu(copy):
+    """A played python says that PyTorch of CUDA 13 sees a GPU, and notes what pip is to install."""
+    python = copy / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        '#!/bin/sh\ncase "$*" in\n*is_available*) echo cuda13 ;;\n*"-m pip"*) echo "$*" >>pip ;;\n'
+        "*torch.version.cuda*) echo 13 ;;\nesac\n"
+    )
+    (copy / "nvidia-smi").write_text("#!/bin/sh\n")
+    for command in (python, copy / "nvidia-smi"):
+        command.chmod(0o755)
+    for path, extras in (("/usr/bin:/bin", "[fairseq,test]"), (copy, "[fairseq,test,cuda13]")):
+        env = {"PATH": f"{path}:/usr/bin:/bin", "PYTHON": sys.executable}
+        done = setup(root=copy, env=env)
+        assert done.returncode == 0, done.stderr
+        assert extras in (copy / "pip").read_text().splitlines()[-2]  # the last is the check
+    calls = (copy / "pip").read_text()
+    assert setup(root=copy, env=env).stderr == "" and (copy / "pip").read_text() == calls
+
+
 @pytest.mark.skipif(
     not (ROOT / ".venv/installed").exists() or not sys.prefix.startswith(str(ROOT)),
     reason="not in the .venv that setup.sh makes",
