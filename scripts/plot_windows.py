@@ -9,7 +9,8 @@
 For a sentence, PREFIX.encoder.png and PREFIX.decoder.png: in each layer a line for each token, in
 it a bar for each head, from the first to the last word of its window; a word at an end counts by
 the part of it that the bar covers. The decoder's words are those of --target or else of the
-model's own translation (beam search); those of a language model are the text.
+model's own translation (beam search); those of a language model are the text. With a short
+convolution (talkconv_plus) a window is over its output, in which each word has its neighbours too.
 
 For a corpus, of one sentence a line, PREFIX.reach.png: in each layer how far the windows reach to
 the left and to the right, on the way to their limit. Filled is what they get, which ends with the

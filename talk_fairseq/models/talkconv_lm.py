@@ -204,7 +204,8 @@ register_archs(
     {
         "talkconv_plus_lm": {"spread_offsets": True, "decoder_short_kernel": 3},
         "talkconv_lm_big": {**_BIG, "decoder_layers": 12, "decoder_max_left": "3,7,15,31x9"},
-        # The paper's model (appendix A): no final norm, and everything tied that can be.
+        # The paper's model (appendix A) with the released heads and windows (the paper has 8 heads,
+        # and one window fewer than layers): no final norm, and everything tied that can be.
         "talkconv_lm_wiki103": {
             **_BIG,
             "decoder_layers": 17,
