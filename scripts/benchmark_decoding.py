@@ -51,6 +51,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need 
 import talk_fairseq  # noqa: F401 (first, as it mends fairseq and keeps its logging quiet)
 
 # isort: split
+from failures import Unavailable, failures_as_unavailable
 from fairseq.data import Dictionary
 from fairseq.dataclass.configs import GenerationConfig
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
@@ -63,10 +64,6 @@ MODELS = ("talkconv", "transformer", "lightconv", "dynamicconv", "dynamicconv-ba
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 PROBE = 4  # tokens generated to predict how long a batch takes
 STEPS = 20  # decoder steps of a turn at a position
-
-
-class Unavailable(Exception):
-    """Why a model cannot run."""
 
 
 @dataclass
@@ -167,18 +164,6 @@ def generate(generator, model, batch, target):
 def _synchronize(tensor):
     if tensor.is_cuda:
         torch.cuda.synchronize()
-
-
-@contextlib.contextmanager
-def failures_as_unavailable():
-    """Out of memory, and what a device or a dtype does not support, in one line."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        raise Unavailable("out of memory") from None
-    except (RuntimeError, NotImplementedError) as error:
-        raise Unavailable(str(error).partition("\n")[0][:100]) from None
 
 
 # --- Correctness first ---

@@ -6,9 +6,14 @@
 
 First holds talk_conv to the reference, forward and backward, and stops where they differ. Then, for
 each length and dtype, runs the peers in turn, in one process, and takes medians: iterations a
-second, forward and forward + backward, achieved bandwidth (one read of x and the offsets, one write
-of the output) as a share of a copy measured in the same turns, and peak memory. Offsets, queries
-and kernels are given, as in the paper. Writes a table, PREFIX.json and PREFIX.png.
+second, forward and forward + backward, achieved bandwidth as a share of that of a copy measured in
+the same turns, and peak memory. Bandwidth counts what has to move: x and the offsets read and the
+output written forward; its gradient, x and the offsets read and their gradients written backward.
+TaLK's backward pass is measured alone, too, each time from the same forward pass. Offsets, queries
+and kernels are given, as in the paper.
+
+Writes a table, PREFIX.json (after each length, dtype and mode, so an interrupted run loses no
+other) and PREFIX.png.
 """
 
 import argparse
@@ -29,14 +34,14 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
 
+from failures import Unavailable, failures_as_unavailable
+from whole_files import write_whole
+
 from talk_fairseq import talk_conv, talk_conv_reference
 
 WINDOW = 31  # largest window to either side
-MODES = ("forward", "forward+backward")
-
-
-class Unavailable(Exception):
-    """Why a peer cannot run."""
+MODES = ("forward", "forward+backward", "backward")
+GRAPH = "TaLK, CUDA graph"
 
 
 # --- The peers: each takes a Case and returns (function, its inputs) ---
@@ -51,7 +56,6 @@ class Case:
         self.x = self.random(T, B, C)
         self.offset_left = torch.rand(T, B, H, device=device).to(dtype)
         self.offset_right = torch.rand(T, B, H, device=device).to(dtype)
-        self.bytes = 2 * self.size(self.x) + 2 * self.size(self.offset_left)
 
     def random(self, *shape):
         return torch.randn(shape, device=self.device).to(self.dtype)
@@ -59,6 +63,15 @@ class Case:
     @staticmethod
     def size(tensor):
         return tensor.numel() * tensor.element_size()
+
+    def moves(self, name, mode):
+        """Bytes that one iteration of a copy or of TaLK cannot but read and write; else None."""
+        x, offsets = self.size(self.x), 2 * self.size(self.offset_left)
+        if name == "copy":
+            return 2 * x
+        forward, backward = 2 * x + offsets, 3 * x + 2 * offsets
+        floors = {"forward": forward, "backward": backward, "forward+backward": forward + backward}
+        return floors[mode] if name.startswith("TaLK") else None
 
     def needs(self, elements):
         """Say so beforehand where a CPU's memory would not do; a GPU may try."""
@@ -83,6 +96,9 @@ def talk(case):
 def published_method(case):
     """A prefix sum over the whole sequence in the input's dtype, then gather and interpolate."""
     time_steps = torch.arange(case.T, device=case.device, dtype=case.dtype)[:, None, None]
+    # Its positions are as rough as the dtype: bfloat16 would have 1003 rows end at 1004.
+    positions = torch.arange(case.T + 1, dtype=case.dtype).double()
+    end = positions[positions <= case.T].max().item()
 
     def at(sums, position):
         whole = position.floor()
@@ -93,8 +109,8 @@ def published_method(case):
 
     def function(x, offset_left, offset_right):
         sums = F.pad(x.cumsum(0), (0, 0, 0, 0, 1, 0)).view(case.T + 1, case.B, case.H, case.R)
-        left = (time_steps - offset_left * WINDOW).clamp(min=0)
-        right = (time_steps + 1 + offset_right * WINDOW).clamp(max=case.T)
+        left = (time_steps - offset_left * WINDOW).clamp(0, end)
+        right = (time_steps + 1 + offset_right * WINDOW).clamp(0, end)
         return (at(sums, right) - at(sums, left)).view_as(x) / (2 * WINDOW + 1)
 
     case.needs(12 * case.x.numel())
@@ -125,9 +141,23 @@ def unfold(x, K):
     return padded.as_strided((T, B, C, K), (B * C, C, 1, B * C))
 
 
+def refuse_wrapped_offsets(windows):
+    """Raise Unavailable where the gradient of `windows` would be written past its end on CUDA.
+
+    PyTorch 2.13 sends a bmm over an inner dimension of 1, as in the backward pass of a product with
+    one column, to a Triton kernel with offsets of 32 bits (pytorch#196431). Below that size it is
+    right, and can be several times as fast as what the variable has PyTorch call instead: a peer
+    is to be at its best.
+    """
+    wraps = windows.is_cuda and windows.requires_grad and windows.numel() > 2**31
+    if wraps and os.environ.get("TORCH_DISABLE_NATIVE_JIT") != "1":
+        raise Unavailable("over 2^31 elements: needs TORCH_DISABLE_NATIVE_JIT=1")
+
+
 def dynamic_conv_unfolded(case, K):
     def function(x, kernels):
         windows = unfold(x, K).reshape(-1, case.R, K)
+        refuse_wrapped_offsets(windows)
         return torch.bmm(windows, kernels.softmax(-1).view(-1, K, 1)).view_as(x)
 
     case.needs(2 * K * case.x.numel())
@@ -150,6 +180,7 @@ def dynamic_conv_band(case, K):
 def light_conv_unfolded(case, K):
     def function(x, kernels):
         windows = unfold(x, K).reshape(case.T * case.B, case.H, case.R, K)
+        refuse_wrapped_offsets(windows)
         return torch.einsum("nhrk,hk->nhr", windows, kernels.softmax(-1)).reshape_as(x)
 
     case.needs(2 * K * case.x.numel())
@@ -177,7 +208,7 @@ def causal_conv1d(case):
 PEERS = {
     "copy": (copy, 1),
     "TaLK": (talk, 1),
-    "TaLK, CUDA graph": (talk, 1),
+    GRAPH: (talk, 1),
     "published TaLK method": (published_method, 1),
     "self-attention": (self_attention, 2),
     "scaled_dot_product_attention": (sdpa, 2),
@@ -221,7 +252,7 @@ def check(dtypes, device):
 # --- Measuring ---
 
 
-def runner(name, function, inputs, mode, device):
+def iteration(function, inputs, mode):
     """A callable that does one iteration."""
     if mode == "forward":
         inputs = [t.detach() for t in inputs]
@@ -230,25 +261,39 @@ def runner(name, function, inputs, mode, device):
             with torch.no_grad():
                 return function(*inputs)
 
-    else:
-        inputs = [t.detach().clone().requires_grad_() for t in inputs]
-        dout = torch.randn_like(function(*inputs))
-
-        def step():
-            return torch.autograd.grad(function(*inputs), inputs, dout)
-
-    if name != "TaLK, CUDA graph":
         return step
+
+    inputs = [t.detach().clone().requires_grad_() for t in inputs]
+    out = function(*inputs)
+    dout = torch.randn_like(out)
+    if mode == "backward":
+        return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    return lambda: torch.autograd.grad(function(*inputs), inputs, dout)
+
+
+def runner(name, function, inputs, mode, device):
+    """``(step, bytes)``: a callable that does one iteration, and its peak memory; warmed up."""
+    if name == "copy":
+        mode = "forward"  # it has no backward pass that copies
+    if name != GRAPH:
+        step = iteration(function, inputs, mode)
+        step()
+        return step, peak_memory(step, device)
+
     if device == "cpu":
         raise Unavailable("needs a GPU")
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # a backward pass runs on the stream of its forward pass
+        step = iteration(function, inputs, mode)
         for _ in range(3):
             step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        graph.kept = step()
-    return graph.replay
+
+    def capture():  # which takes the memory that its replays use
+        with torch.cuda.graph(graph, stream=stream):
+            graph.kept = step, step()  # with the inputs, which only `step` holds
+
+    return graph.replay, peak_memory(capture, device)
 
 
 def seconds_of(step, count, device):
@@ -288,58 +333,66 @@ def peak_memory(step, device):
 
 def measure(case, mode, args, earlier):
     """{peer: {"seconds": …, "memory": …} or {"error": why}} for one case and mode."""
-    results, steps = {}, {}
+    results, steps, turns, counts = {}, {}, {}, {}
     for name, (build, order) in PEERS.items():
         if args.only and not (name in ("copy", "TaLK") or args.only in name):
             continue
-        T, took = earlier.get(name, (case.T, 0))
-        if (predicted := took * (case.T / T) ** order) > args.limit:
-            results[name] = {"error": f"too slow: about {predicted:.0f} s an iteration"}
+        moves = case.moves(name, mode)
+        if mode == "backward" and moves is None:
             continue
         try:
-            step = runner(name, *build(case), mode, args.device)
-            step()
-            steps[name] = step
-            results[name] = {"memory": peak_memory(step, args.device)}
-        except (Unavailable, torch.OutOfMemoryError) as error:
-            why = str(error) if isinstance(error, Unavailable) else "out of memory"
-            results[name] = {"error": why}
-            if args.device == "cuda":
-                torch.cuda.empty_cache()
+            T, took = earlier.get(name, (case.T, 0))
+            if (predicted := took * (case.T / T) ** order) > args.limit:
+                raise Unavailable(f"too slow: about {predicted:.0f} s an iteration")
+            with failures_as_unavailable():
+                step, memory = runner(name, *build(case), mode, args.device)
+                once = seconds_of(step, 1, args.device)
+        except Unavailable as error:
+            results[name] = {"error": str(error)}
+            continue
+        results[name] = {"memory": memory} | ({"bytes": moves} if moves else {})
+        if once > args.limit / 4:
+            turns[name] = [once]  # once is enough
+        else:
+            steps[name], turns[name] = step, []
+            # A turn is about a tenth of a second of each, so that a busy moment hits them all.
+            counts[name] = max(1, min(1000, int(0.1 / once)))
 
-    # A turn is about a tenth of a second of each peer, so that a busy moment hits them all.
-    counts = {}
-    for name, step in steps.items():
-        once = seconds_of(step, 1, args.device)
-        counts[name] = max(1, min(1000, int(0.1 / once)))
-        results[name]["turns"] = [once] if once > args.limit / 4 else []
     for _ in range(args.turns):
-        for name, step in steps.items():
-            if len(results[name]["turns"]) != 1 or counts[name] > 1:
-                results[name]["turns"].append(seconds_of(step, counts[name], args.device))
-    for name in steps:
-        turns = results[name].pop("turns")
-        results[name]["seconds"] = statistics.median(turns)
+        for name in list(steps):
+            try:
+                with failures_as_unavailable():
+                    turns[name].append(seconds_of(steps[name], counts[name], args.device))
+            except Unavailable as error:
+                results[name] = {"error": str(error)}
+                del steps[name], turns[name]
+    for name, seconds in turns.items():
+        results[name]["seconds"] = statistics.median(seconds)
         earlier[name] = (case.T, results[name]["seconds"])
     return results
 
 
-def print_table(title, results, case_bytes):
+def print_table(title, results):
     """Iterations a second, ratio to TaLK, bandwidth, memory."""
     print(f"\n{title}")
     print(f"  {'':30} {'it/s':>10} {'TaLK is':>9} {'GB/s':>7} {'of copy':>8} {'peak MiB':>9}")
     base = results["TaLK"].get("seconds")
-    copied = results["copy"].get("seconds")
+    speeds = {
+        name: row["bytes"] / row["seconds"]
+        for name, row in results.items()
+        if "bytes" in row and "seconds" in row
+    }
     for name, row in results.items():
         if "error" in row:
             print(f"  {name:30} {row['error']}")
             continue
-        line = f"  {name:30} {1 / row['seconds']:10,.1f} {row['seconds'] / base:8.1f}x"
-        if name.startswith(("TaLK", "copy")):
-            line += f" {case_bytes / row['seconds'] / 1e9:7.1f} {copied / row['seconds']:8.0%}"
-        else:
-            line += " " * 17
-        print(f"{line} {row['memory'] / 2**20:9,.1f}")
+        ratio = f"{row['seconds'] / base:.1f}x" if base else ""
+        speed = f"{speeds[name] / 1e9:.1f}" if name in speeds else ""
+        both = name in speeds and "copy" in speeds
+        share = f"{speeds[name] / speeds['copy']:.0%}" if both else ""
+        print(f"  {name:30} {1 / row['seconds']:10,.1f} {ratio:>9} {speed:>7} {share:>8} "
+              f"{row['memory'] / 2**20:9,.1f}")  # fmt: skip
+    sys.stdout.flush()
 
 
 def plot(cells, path):
@@ -380,8 +433,8 @@ def plot(cells, path):
     figure.savefig(path, dpi=120)
 
 
-def main():
-    """Run the command."""
+def main(arguments=None):
+    """Run the command; `arguments` are those of the command line by default."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -396,7 +449,7 @@ def main():
     parser.add_argument("--limit", type=float, default=5, help="seconds an iteration may take (5)")
     parser.add_argument("--cpu", action="store_true", help="measure the CPU where there is a GPU")
     parser.add_argument("--output", type=Path, default=Path("results/talk_conv"), metavar="PREFIX")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     args.device = "cuda" if torch.cuda.is_available() and not args.cpu else "cpu"
     dtypes = args.dtypes.split(",")
     torch.manual_seed(0)
@@ -410,28 +463,32 @@ def main():
           f"{torch.__version__}, B={args.batch}, C={args.channels}, H={args.heads}.")  # fmt: skip
 
     cells = []
+    sizes = {"B": args.batch, "C": args.channels, "H": args.heads, "window": WINDOW}
+    record = {"machine": machine, "torch": torch.__version__, "sizes": sizes, "cells": cells}
+    json_path, png_path = (args.output.with_name(args.output.name + e) for e in (".json", ".png"))
+    json_path.parent.mkdir(parents=True, exist_ok=True)
     for dtype in dtypes:
         earlier = {mode: {} for mode in MODES}
         for T in args.lengths:
             try:
-                case = Case(
-                    T, args.batch, args.channels, args.heads, getattr(torch, dtype), args.device
-                )
-                case.needs(6 * case.x.numel())
-            except (Unavailable, torch.OutOfMemoryError) as error:
+                with failures_as_unavailable():
+                    case = Case(
+                        T, args.batch, args.channels, args.heads, getattr(torch, dtype), args.device
+                    )
+                    case.needs(6 * case.x.numel())
+            except Unavailable as error:
                 print(f"\nT={T}, {dtype}: {error}")
                 continue
             for mode in MODES:
                 results = measure(case, mode, args, earlier[mode])
-                print_table(f"T={T:,}, {dtype}, {mode}", results, case.bytes)
+                print_table(f"T={T:,}, {dtype}, {mode}", results)
                 cells.append({"T": T, "dtype": dtype, "mode": mode, "results": results})
+                write_whole(json_path, json.dumps(record, indent=1) + "\n")
 
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    sizes = {"B": args.batch, "C": args.channels, "H": args.heads, "window": WINDOW}
-    record = {"machine": machine, "torch": torch.__version__, "sizes": sizes, "cells": cells}
-    args.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-    plot(cells, args.output.with_suffix(".png"))
-    print(f"\nwritten: {args.output}.json and {args.output}.png")
+    if not cells:
+        raise SystemExit("nothing was measured")
+    plot(cells, png_path)
+    print(f"\nwritten: {json_path} and {png_path}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """The operator on CUDA: plans the launches of ``kernels/talk_conv.cu`` and makes them with CuPy.
 
 The kernels are compiled for a device and a dtype at their first launch, and cached on disk by
-CuPy; importing this module compiles nothing and needs neither a GPU nor CuPy.
+CuPy; importing this module compiles nothing and needs neither a GPU nor CuPy. CuPy compiles with
+``-ftz=true``: numbers below float32's smallest normal one (1.2e-38; bfloat16 has the same) count as
+0 in what is computed in float32, and are written as 0.
 """
 
 import functools
@@ -35,7 +37,6 @@ _BACKWARD_THREADS = 448
 _TILE = 256  # rows of a tile or chunk, unless memory is short
 _STAGED = 320  # rows of a forward tile with its halo: three blocks to a multiprocessor
 _MAX_STAGED = 448  # likewise for larger windows, under 64 KiB of shared memory
-_SHARED_MEMORY = 48 * 1024  # what a block may use without asking
 
 # struct Problem of the kernel file.
 _POINTERS = (
@@ -372,8 +373,14 @@ def _check_cupy():
 
 @functools.cache
 def _kernel(dtype, name, device):
-    """One kernel on one device; compiles all the kernels of `dtype` at the first call."""
-    return _MODULES[dtype].get_function(name)
+    """One kernel on one device; compiles all the kernels of `dtype` at the first call.
+
+    Its blocks may use all that the device lets one have: at a launch, two threads might each set
+    what they need, and one of them launch with too little.
+    """
+    kernel = _MODULES[dtype].get_function(name)
+    kernel.max_dynamic_shared_size_bytes = _shared_memory(device)
+    return kernel
 
 
 class _Stream(NamedTuple):
@@ -396,6 +403,4 @@ def _launch(dtype, name, blocks, threads, shared, problem):
     device = torch.cuda.current_device()
     with cupy.cuda.Device(device), _current_stream(device):
         kernel = _kernel(dtype, name, device)
-        if shared > _SHARED_MEMORY:
-            kernel.max_dynamic_shared_size_bytes = shared
         kernel((blocks,), (threads,), (problem,), shared_mem=shared)

@@ -1,14 +1,22 @@
 """scripts/benchmark_talk_conv.py: what it prints and writes, and that its peers are the peers."""
 
+import contextlib
+import gc
 import json
 import subprocess
 import sys
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, alone, load_script
 
 SCRIPT = ROOT / "scripts/benchmark_talk_conv.py"
+MODES = ["forward", "forward+backward", "backward"]
+TINY = (
+    "--cpu --lengths 5,40 --dtypes float32 --batch 2 --channels 32 --heads 4 --turns 2 --output"
+).split()
 
 
 @pytest.fixture(scope="module")
@@ -23,17 +31,12 @@ def case(benchmark):
 
 
 def test_table_json_and_plot(tmp_path):
-    printed = subprocess.run(
-        [
-            sys.executable, SCRIPT, "--cpu", "--lengths", "5,40", "--dtypes", "float32", "--batch",
-            "2", "--channels", "32", "--heads", "4", "--turns", "2", "--output", tmp_path / "talk",
-        ],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+    command = [sys.executable, SCRIPT, *TINY, tmp_path / "talk"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "talk_conv is right in float32" in printed and "TaLK, CUDA graph" in printed
     record = json.loads((tmp_path / "talk.json").read_text())
     assert [(cell["T"], cell["mode"]) for cell in record["cells"]] == [
-        (T, mode) for T in (5, 40) for mode in ("forward", "forward+backward")
+        (T, mode) for T in (5, 40) for mode in MODES
     ]
     for cell in record["cells"]:
         for name, row in cell["results"].items():
@@ -41,7 +44,99 @@ def test_table_json_and_plot(tmp_path):
                 assert row["error"] in ("needs a GPU", "not installed")
             else:
                 assert row["seconds"] > 0 and row["memory"] >= 0
+        if cell["mode"] == "backward":
+            assert list(cell["results"]) == ["copy", "TaLK", "TaLK, CUDA graph"]
     assert (tmp_path / "talk.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bandwidth_is_of_what_has_to_move(benchmark, capsys):
+    case = benchmark.Case(5, 2, 32, 4, torch.bfloat16, "cpu")
+    x, offset = 2 * 5 * 2 * 32, 2 * 5 * 2 * 4
+    forward = x + 2 * offset + x
+    backward = x + x + 2 * offset + x + 2 * offset  # dout, x, the offsets; their gradients
+    assert [case.moves("TaLK", mode) for mode in MODES] == [forward, forward + backward, backward]
+    assert {case.moves("copy", mode) for mode in MODES} == {2 * x}
+    assert case.moves("self-attention", "forward") is None
+    results = {
+        "copy": {"seconds": 1e-3, "memory": 0, "bytes": 2_000_000},
+        "TaLK": {"seconds": 2e-3, "memory": 0, "bytes": 3_000_000},
+        "self-attention": {"seconds": 8e-3, "memory": 0},
+    }
+    benchmark.print_table("title", results)
+    assert "500.0      1.0x     1.5      75%" in capsys.readouterr().out
+    benchmark.print_table("title", {**results, "TaLK": {"error": "out of memory"}})
+    assert "1,000.0               2.0     100%" in capsys.readouterr().out
+
+
+def test_an_interrupted_run_loses_no_other_cell(benchmark, tmp_path, monkeypatch):
+    measure = benchmark.measure
+
+    def interrupted(case, mode, *others):
+        if (case.T, mode) == (40, "forward"):
+            raise KeyboardInterrupt
+        return measure(case, mode, *others)
+
+    monkeypatch.setattr(benchmark, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.main([*TINY, str(tmp_path / "talk"), "--only", "none", "--turns", "1"])
+    assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
+    cells = json.loads((tmp_path / "talk.json").read_text())["cells"]
+    assert [(cell["T"], cell["mode"]) for cell in cells] == [(5, mode) for mode in MODES]
+
+
+def test_a_peer_that_fails_in_a_turn_is_dropped(benchmark, case, monkeypatch):
+    calls = []
+
+    def function(x):
+        calls.append(len(calls))
+        if len(calls) > 4:  # to warm up, for its memory, once to count, and in the first turn
+            raise RuntimeError("an illegal memory access\nand more lines")
+        return x + 1
+
+    def huge(case):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(benchmark, "PEERS", {
+        "fails": (lambda case: (function, (case.x,)), 1), "huge": (huge, 1), **{
+            name: benchmark.PEERS[name] for name in ("copy", "TaLK")
+        },
+    })  # fmt: skip
+    monkeypatch.setattr(
+        benchmark, "seconds_of", lambda step, count, device: step() is None or 0.06
+    )  # one iteration a turn
+    args = SimpleNamespace(only="", limit=5, turns=3, device="cpu")
+    results = benchmark.measure(case, "forward", args, {})
+    assert results["fails"] == {"error": "an illegal memory access"} and len(calls) == 5
+    assert results["huge"] == {"error": "out of memory"}
+    assert results["copy"]["seconds"] == results["TaLK"]["seconds"] == 0.06
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_graph_keeps_its_inputs(benchmark, case, monkeypatch, mode):
+    """CUDA, played: a replay reads the addresses of the capture, which must still be its own."""
+    inputs = []
+
+    def function(x):
+        inputs.append(weakref.ref(x))
+        return x * 2
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    played = {
+        "Stream": lambda: stream,
+        "current_stream": lambda: None,
+        "CUDAGraph": type("Graph", (), {"replay": lambda self: None}),
+        "stream": contextlib.nullcontext,
+        "graph": lambda graph, stream: contextlib.nullcontext(),
+    }
+    for name, value in played.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(benchmark, "peak_memory", lambda capture, device: capture() or 7)
+    replay, memory = benchmark.runner(benchmark.GRAPH, function, (case.x,), mode, "cuda")
+    gc.collect()
+    assert inputs[-1]() is not None and memory == 7  # that of the capture
+    del replay
+    gc.collect()
+    assert inputs[-1]() is None
 
 
 @pytest.mark.slow
@@ -50,10 +145,10 @@ def test_faster_than_attention(tmp_path):
     command = [sys.executable, SCRIPT, "--cpu", "--lengths", "1000", "--dtypes", "float32"]
     command += ["--turns", "3", "--only", "attention", "--output", tmp_path / "talk"]
     subprocess.run(command, capture_output=True, check=True)
-    for cell in json.loads((tmp_path / "talk.json").read_text())["cells"]:
+    cells = json.loads((tmp_path / "talk.json").read_text())["cells"]
+    for cell, bar in zip(cells, (12, 8)):  # forward, and with backward
         seconds = {name: row.get("seconds") for name, row in cell["results"].items()}
         times_faster = seconds["scaled_dot_product_attention"] / seconds["TaLK"]
-        bar = {"forward": 12, "forward+backward": 8}[cell["mode"]]
         assert times_faster >= (bar if alone() else bar / 3), seconds
 
 
@@ -71,10 +166,31 @@ def test_what_is_too_large_or_too_slow_says_so(benchmark):
         benchmark.self_attention(huge)
 
 
+def test_gradients_that_pytorch_would_write_elsewhere_are_refused(benchmark, monkeypatch):
+    windows = SimpleNamespace(is_cuda=True, requires_grad=True, numel=lambda: 2**31 + 1)
+    monkeypatch.delenv("TORCH_DISABLE_NATIVE_JIT", raising=False)
+    for fine in ({"is_cuda": False}, {"requires_grad": False}, {"numel": lambda: 2**31}):
+        benchmark.refuse_wrapped_offsets(SimpleNamespace(**{**vars(windows), **fine}))
+    with pytest.raises(benchmark.Unavailable, match="TORCH_DISABLE_NATIVE_JIT=1"):
+        benchmark.refuse_wrapped_offsets(windows)
+    monkeypatch.setenv("TORCH_DISABLE_NATIVE_JIT", "1")
+    benchmark.refuse_wrapped_offsets(windows)
+
+
 def test_the_published_method_is_the_same_operator(benchmark, case):
     function, inputs = benchmark.published_method(case)
     ours, _ = benchmark.talk(case)
     assert torch.allclose(function(*inputs), ours(*inputs), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "T"), [(torch.bfloat16, 1003), (torch.bfloat16, 1007), (torch.float16, 2051)]
+)
+def test_the_published_method_stays_in_bounds_where_its_positions_round_up(benchmark, dtype, T):
+    case = benchmark.Case(T, 1, 2, 1, dtype, "cpu")
+    case.offset_left[-1] = 0  # its left end is 1006 of 1007 rows, which bfloat16 has at 1008
+    function, inputs = benchmark.published_method(case)
+    assert function(*inputs).shape == (T, 1, 2)
 
 
 class Given(torch.nn.Module):

@@ -1,5 +1,6 @@
 """scripts/benchmark_training.py: what it times, prints and writes, and that its models are so."""
 
+import contextlib
 import json
 import re
 import statistics
@@ -111,6 +112,32 @@ def test_profile_names_the_parts(run):
     assert parts["optimizer"]["forward"] == 0 < parts["optimizer"]["backward"]
     assert "aten::mm" in parts["feed-forward"]["operators"]
     assert not any("talk_conv" in op for op in parts["rest of the step"]["operators"])
+
+
+def test_profile_counts_a_kernel_once(benchmark, monkeypatch):
+    """A GPU, played: the kernel of an operator is an event of its own, and so is its range."""
+    CPU, CUDA = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
+
+    def event(id, name, device, start=0, end=10_000):
+        return torch.autograd.profiler_util.FunctionEvent(
+            id, name, thread=0, start_us=start, end_us=end, device_type=device, use_device="cuda"
+        )
+
+    part, operator = event(1, "part: loss", CPU), event(2, "aten::add", CPU)
+    operator.cpu_parent = part
+    part.append_cpu_child(operator)
+    operator.append_kernel("add_kernel", 0, 4_000)
+    events = [
+        part, operator, event(2, "add_kernel", CUDA, 0, 4_000), event(1, "part: loss", CUDA),
+    ]  # fmt: skip
+    profiler = contextlib.nullcontext(SimpleNamespace(events=lambda: events))
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: profiler)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(benchmark, "train_on", lambda trainer, batches: None)
+    trainer = SimpleNamespace(model=torch.nn.Module(), criterion=torch.nn.Module())
+    (row,) = benchmark.profile(trainer, [None, None]).items()  # two batches: a step is half of it
+    assert row == ("loss", {"forward": 2, "backward": 0,
+                            "operators": {"part: loss": 0, "aten::add": 2}})  # fmt: skip
 
 
 def test_models_are_what_they_say(benchmark):

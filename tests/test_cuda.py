@@ -6,8 +6,9 @@ backends. Under compute-sanitizer, one tool at a time:
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \\
         python -m pytest tests/test_operator.py -k 'cuda and oracle'
 
-and likewise with ``--tool racecheck`` and ``--tool initcheck``, and on ``tests/test_decoding.py -k
-cuda``.
+and on ``tests/test_decoding.py -k cuda``, and likewise with ``--tool racecheck``. Those tests fill
+fresh memory, so that no read of what nobody wrote would show: ``--tool initcheck`` on
+``tests/test_cuda.py -k same_bits``.
 """
 
 import statistics
@@ -15,6 +16,7 @@ import statistics
 import oracle
 import pytest
 import torch
+from conftest import alone
 from test_operator import arguments, gradients
 
 from talk_fairseq import talk_conv
@@ -106,11 +108,18 @@ def test_more_than_2_to_the_31_elements():
     offset = torch.rand(T, 1, 16, device="cuda")
     out = talk_conv(x, offset, None, 31, 0)
     end = slice(T - tail - 31, None)
-    assert torch.equal(out[-tail:], talk_conv(x[end], offset[end], None, 31, 0)[31:])
+    expected = talk_conv(x[end], offset[end], None, 31, 0)[31:]
+    # Their tiles begin elsewhere, so their sums may round otherwise: to the next bfloat16.
+    torch.testing.assert_close(out[-tail:], expected, rtol=2**-7, atol=1e-5)
 
 
+@pytest.mark.skipif(not alone(), reason="other tests share the GPU: give -n 0")
 def test_time_does_not_depend_on_the_window():
-    """At T = 100,000 windows of 10, 1,000 and 100,000 within 1.5x of each other."""
+    """At T = 100,000 windows of 10, 1,000 and 100,000 within 1.5x of each other.
+
+    By the bytes moved those beyond shared memory are expected to miss it (28 an element, as they
+    write their sums to memory, against 8) until their sums stay in the L2 cache.
+    """
     T, milliseconds = 100_000, []
     x = torch.randn(T, 1, 1024, device="cuda")
     offset = torch.rand(T, 1, 16, device="cuda")

@@ -1,11 +1,13 @@
 """Compiles the CUDA kernels for every dtype and several GPUs; needs no GPU."""
 
+import contextlib
 import ctypes
 import importlib.util
 import pathlib
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,7 +73,7 @@ def test_nvrtc(dtype):
         pytest.skip(f"this NVRTC does not know sm_{architecture}: it is older than 12.8")
     source = cuda_backend.source_path().read_bytes()
     options = [option.encode() for option in cuda_backend.compile_options(dtype)]
-    options.append(b"-arch=sm_%d" % architecture)
+    options += [b"-arch=sm_%d" % architecture, b"-ftz=true"]  # which CuPy always adds
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     assert not library.nvrtcCreateProgram(
         ctypes.byref(program), source, b"talk_conv.cu", 0, None, None
@@ -85,6 +87,37 @@ def test_nvrtc(dtype):
     assert not failed, log.value.decode()
     assert not library.nvrtcGetCUBINSize(program, ctypes.byref(size)) and size.value > 0
     library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def test_shared_memory_is_asked_for_once(monkeypatch):
+    """CuPy, played: never at a launch, where another thread may be about to launch with more."""
+    limit, done = 227 * 1024, []
+
+    class Kernel:
+        def __setattr__(self, name, value):
+            done.append((name, value))
+
+        def __call__(self, blocks, threads, arguments, shared_mem):
+            done.append(("launch", shared_mem))
+
+    kernel = Kernel()
+    module = SimpleNamespace(get_function=lambda name: kernel)
+    devices = SimpleNamespace(Device=lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(cuda_backend, "_MODULES", {"float32": module})
+    monkeypatch.setattr(cuda_backend, "_shared_memory", lambda device: limit)
+    monkeypatch.setattr(cuda_backend, "cupy", SimpleNamespace(cuda=devices))
+    monkeypatch.setattr(cuda_backend, "_current_stream", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    cuda_backend._kernel.cache_clear()
+    try:
+        for shared in (0, 64 * 1024, limit):
+            cuda_backend._launch("float32", "talk_forward", 1, 32, shared, None)
+    finally:
+        cuda_backend._kernel.cache_clear()
+    assert done == [
+        ("max_dynamic_shared_size_bytes", limit),
+        *(("launch", shared) for shared in (0, 64 * 1024, limit)),
+    ]
 
 
 def test_without_cupy(monkeypatch):
