@@ -370,7 +370,8 @@ template <typename X, int N> __device__ void forward(const Problem& p) {
             const Pack<S, N>* row_lo = sums + w.lo * lanes;
             const Pack<S, N>* row_hi = sums + w.hi * lanes;
             const Pack<S, N> s0 = row_lo[-lanes], s1 = row_lo[0];
-            const Pack<S, N> s2 = row_hi[lanes], s3 = row_hi[2 * lanes];
+            // 0 times a row after the window would be NaN if that is not finite.
+            const Pack<S, N> s2 = row_hi[lanes], s3 = row_hi[w.right != 0 ? 2 * lanes : lanes];
 #pragma unroll
             for (int n = 0; n < N; ++n)
                 result.v[n] = (s2.v[n] - s1.v[n]) + w.left * (s1.v[n] - s0.v[n]) +

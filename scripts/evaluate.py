@@ -65,9 +65,12 @@ LENGTHS = [80, 100, 120, 140, 160]
 # What may differ from the recipe in a result of that recipe.
 HARMLESS = {
     "name",
+    "checkpoint.keep_interval_updates",
+    "checkpoint.save_interval_updates",
     "common.log_interval",
     "dataset.max_tokens",  # train.sh keeps the batch
     "dataset.num_workers",
+    "dataset.validate_after_updates",
 }
 
 

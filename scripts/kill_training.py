@@ -145,10 +145,18 @@ def last_update(save_dir):
     return updates.get("checkpoint_last.pt", 0)
 
 
+def in_bytes(tensor):
+    """The bytes of a tensor."""
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
 def same(one, other):
-    """Whether two nested states hold the same bits."""
+    """Whether two nested states hold the same bits, of zeros and NaN too."""
+    if type(one) is not type(other):
+        return False
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+        kinds = [(tensor.dtype, tensor.shape) for tensor in (one, other)]
+        return kinds[0] == kinds[1] and torch.equal(*map(in_bytes, (one, other)))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
@@ -169,11 +177,20 @@ def what_counts(path):
     }
 
 
-def wait_for_moment(save_dir, process, numbers, writing):
+def unfinished(save_dir):
+    """``{(name, time of the last change), …}`` of the files in a folder that are being written."""
+    found = set()
+    for path in save_dir.glob("*.tmp"):
+        with contextlib.suppress(FileNotFoundError):  # it is whole by now
+            found.add((path.name, path.stat().st_mtime_ns))
+    return found
+
+
+def wait_for_moment(save_dir, process, numbers, writing, before):
     """Wait until it is time to kill `process`; False if it ended before.
 
     That is after up to `MOST_UPDATES` checkpoints, and then a random moment, or one while the next
-    checkpoint is `writing`.
+    checkpoint is `writing`; what was `unfinished` `before` the process began is not.
     """
 
     def saved():
@@ -190,7 +207,7 @@ def wait_for_moment(save_dir, process, numbers, writing):
         time.sleep(0.0005)
     if writing:
         part = numbers.choice((".pt.tmp", "last.pt.tmp"))
-        while not any(name.endswith(part) for name in os.listdir(save_dir)):
+        while not any(name.endswith(part) for name, _ in unfinished(save_dir) - before):
             if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 return False
         time.sleep(numbers.choice((0, numbers.uniform(0, 0.002))))
@@ -223,18 +240,19 @@ def campaign(folder, kills, processes, seed):
     often += ["--keep-last-epochs", 2]
     survived = amid = 0
     for number in range(kills):
+        before = unfinished(killed)  # by the run that was killed last
         run = fork_all(folder, killed, processes, *often)
         victim = numbers.randrange(processes)
         # Rank 0 writes; where another is to die, rank 0 says when.
-        if not wait_for_moment(killed, run[0], numbers, writing=number % 2 == 0):
+        if not wait_for_moment(killed, run[0], numbers, number % 2 == 0, before):
             raise SystemExit(f"the run ended by itself: see {folder / 'log.txt'}")
         os.kill(run[victim], signal.SIGKILL)
         wait_for(run.pop(victim))
         for process in run:  # as torchrun ends the others
             os.kill(process, signal.SIGTERM)
             wait_for(process)
-        unfinished = sorted(path.name for path in killed.glob("*.tmp"))
-        amid += bool(unfinished)
+        begun = sorted(name for name, _ in unfinished(killed) - before)
+        amid += bool(begun)
         try:
             saved = last_update(killed)
         except ValueError as error:
@@ -244,7 +262,7 @@ def campaign(folder, kills, processes, seed):
         survived += 0 <= lost <= 1
         print(
             f"kill {number + 1}: update {done.value}, goes on from {saved}"
-            + (f", was writing {', '.join(unfinished)}" if unfinished else ""),
+            + (f", was writing {', '.join(begun)}" if begun else ""),
             flush=True,
         )
     finish(fork_all(folder, killed, processes, *often), folder)

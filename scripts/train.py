@@ -4,6 +4,7 @@
 import argparse
 import difflib
 import enum
+import hashlib
 import math
 import os
 import re
@@ -38,10 +39,13 @@ examples:
 
 # What may change when a run goes on; none of it makes another model of a row.
 MAY_CHANGE = {
+    "checkpoint.keep_interval_updates",
     "checkpoint.keep_last_epochs",
+    "checkpoint.save_interval_updates",
     "common.log_interval",
     "dataset.max_tokens",
     "dataset.num_workers",
+    "dataset.validate_after_updates",
     "optimization.max_epoch",
     "optimization.max_update",
     "optimization.update_freq",
@@ -435,6 +439,8 @@ def plan(args):
                 "distributed_training.distributed_no_spawn": "true",
             }
 
+    # Nodes with this id form one run: another may use the same HOST[:PORT].
+    meeting_id = name.replace("/", ".") + "-" + hashlib.sha256(bytes(save_dir)).hexdigest()[:8]
     programs = Path(sys.executable).parent
     command = [programs / "fairseq-hydra-train"]
     if processes > 1 or args.restarts:
@@ -442,7 +448,7 @@ def plan(args):
         meeting = (
             ["--standalone"]
             if args.nodes == 1
-            else ["--nnodes", args.nodes, "--rdzv-backend", "c10d", "--rdzv-id", system]
+            else ["--nnodes", args.nodes, "--rdzv-backend", "c10d", "--rdzv-id", meeting_id]
             + ["--rdzv-endpoint", f"{host}:{port or 29500}"]
         )
         meeting += ["--max-restarts", args.restarts] if args.restarts else []

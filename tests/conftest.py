@@ -1,10 +1,11 @@
+import functools
 import gzip
 import importlib
 import os
 import shutil
 import subprocess
 import sys
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from talk_fairseq import cpu_backend
 
+LONG = False  # whether `--long` is given; also in a process of pytest-xdist
 # Most models here are too small for threads; test_operator.py uses two.
 torch.set_num_threads(1)
 
@@ -39,6 +41,12 @@ def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="also every row of the recipes: an hour")
 
 
+def pytest_configure(config):
+    """Sets `LONG` for the files of tests, which are imported later."""
+    global LONG
+    LONG = config.getoption("--long")
+
+
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--long"):
         skip = pytest.mark.skip(reason="runs with --long")
@@ -55,6 +63,27 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtest_setup():
     """Each test draws the same random numbers, in whatever order and process it runs."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def figure(record_property):
+    """``figure(text)`` shows a line of what a test has measured when all tests have run."""
+    return functools.partial(record_property, "figure")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Shows the figures, which have no other way out of a process of pytest-xdist."""
+    reports = chain.from_iterable(terminalreporter.stats.values())
+    figures = [
+        text
+        for report in reports
+        if getattr(report, "when", None) == "teardown"  # the last of a test, with all it recorded
+        for name, text in report.user_properties
+        if name == "figure"
+    ]
+    if figures:
+        terminalreporter.section("figures")
+        terminalreporter.write_line("\n".join(figures))
 
 
 @pytest.fixture

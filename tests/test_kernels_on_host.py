@@ -17,6 +17,7 @@ import tempfile
 import pytest
 import torch
 from oracle import check_backward, check_forward, talk_conv
+from test_numbers import NOT_FINITE, check_edges, check_spread, check_spread_of_gradients
 
 from talk_fairseq import cuda_backend
 
@@ -194,6 +195,37 @@ def test_negative_and_nan_offsets_give_nan(value, shared_memory):
     assert torch.equal(dx.view_as(out).isnan(), bad)
     assert torch.equal(d_left.isnan(), left.isnan() | (left < 0))
     assert torch.equal(d_right.isnan(), right.isnan() | (right < 0))
+
+
+OVERFLOWS = pytest.mark.xfail(
+    strict=True, reason="bfloat16 is summed in float32, whose largest number is no larger"
+)
+
+
+@pytest.mark.parametrize("shared_memory", [0, SHARED_MEMORY])
+@pytest.mark.parametrize(
+    "dtype, largest",
+    [
+        (torch.float16, None),
+        (torch.bfloat16, 2.0**57),  # whose products can be summed
+        pytest.param(torch.bfloat16, None, marks=OVERFLOWS),
+    ],
+)
+def test_the_edges_of_the_halves(dtype, largest, shared_memory):
+    host = Host(shared_memory=shared_memory)
+    check_edges(host.forward, host.backward, dtype, largest)
+
+
+@pytest.mark.parametrize("shared_memory", [0, SHARED_MEMORY])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("value", NOT_FINITE)
+def test_what_is_not_finite_is_propagated(value, shared_memory, causal):
+    check_spread(Host(shared_memory=shared_memory).forward, value, causal)
+
+
+@pytest.mark.parametrize("shared_memory", [0, SHARED_MEMORY])
+def test_so_are_gradients(shared_memory):
+    check_spread_of_gradients(Host(shared_memory=shared_memory).backward)
 
 
 @pytest.mark.parametrize("windows", [(31, 31), (1000, 1000)])

@@ -50,7 +50,7 @@ PEAKS = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_is_bounded(capsys):
+def test_memory_is_bounded(figure):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PEAKS)],
         env={"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "PATH": ""},
@@ -62,10 +62,7 @@ def test_memory_is_bounded(capsys):
     peaks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert [name for name, *_ in peaks] == ["operator", "encoder"]
     for name, half, full in peaks:
-        with capsys.disabled():
-            print(
-                f"\n{name}: {full / 2**20:.0f} MiB for 100,000 tokens, {half / 2**20:.0f} for half"
-            )
+        figure(f"{name}: {full / 2**20:.0f} MiB for 100,000 tokens, {half / 2**20:.0f} for half")
         # A (T, T) matrix of bytes would be 10,000 MB.
         assert 5e6 < full < 400e6 and half < 400e6
 

@@ -1,15 +1,19 @@
 """The edges of the number formats: no NaN that was not there, none hidden, and none unnamed."""
 
+import functools
 import math
 
 import oracle
 import pytest
 import torch
 from conftest import PLUGIN, SMALL
+from test_operator import gradients
 
 from talk_fairseq import TaLKConv, TaLKConvUnit, talk_conv
 
 HALVES = [torch.float16, torch.bfloat16]
+NOT_FINITE = [math.nan, math.inf, -math.inf]
+talk_conv_backward = functools.partial(gradients, talk_conv)
 
 
 @pytest.fixture(params=["cpu", "reference"])
@@ -18,14 +22,77 @@ def backend(request, monkeypatch):
     return request.param
 
 
-def edges(dtype, shape, generator):
+# --- What every backend is held to: test_kernels_on_host.py too ---
+
+
+def edges(dtype, shape, generator, largest=None):
     """The largest numbers, the smallest normal and subnormal ones, 1 and 0, of both signs."""
     info = torch.finfo(dtype)
-    values = [info.max, info.max / 2, 1, info.tiny, info.smallest_normal * info.eps, 0]
+    largest = largest or info.max
+    values = [largest, largest / 2, 1, info.tiny, info.smallest_normal * info.eps, 0]
     values = torch.tensor(values, dtype=torch.float64)
     chosen = torch.randint(len(values), shape, generator=generator)
     sign = torch.randint(2, shape, generator=generator) * 2 - 1
     return (values[chosen] * sign).to(dtype)
+
+
+def check_edges(forward, backward, dtype, largest=None):
+    """A window's mean is within the format, and so is what is computed of it.
+
+    `largest` is the largest number in it (default: that of the format).
+    """
+    generator = torch.Generator().manual_seed(0)
+    for windows in ((0, 0), (7, 0), (5, 3), (200, 100)):
+        x, dout = (edges(dtype, (60, 2, 8), generator, largest) for _ in range(2))
+        left, right = edges(dtype, (2, 60, 2, 2), generator).abs()
+        inputs = (x, left, right if windows[1] else None, *windows)
+        oracle.check_forward(forward, *inputs)
+        assert forward(*inputs).isfinite().all()
+        got, expected = backward(dout, *inputs), oracle.talk_conv_backward(dout, *inputs)
+        for gradient, exact in zip(got, expected):
+            if exact is None:
+                continue
+            # Of the offsets' gradients, those too large for the format are infinite, as they are.
+            assert torch.equal(gradient.isfinite(), exact.to(dtype).isfinite())
+            assert not gradient.isnan().any()
+        assert oracle.worst_error(got[0], expected[0]) <= 4 * oracle.TOLERANCE[dtype]
+
+
+def check_spread(forward, value, causal):
+    """`value` is in every output whose window has it, and in no sentence or channel beside its own.
+
+    Nor in one whose window ends before. Windows are differences of running sums: later outputs of
+    the same channel may be NaN as well.
+    """
+    torch.manual_seed(0)
+    x, left, right = torch.randn(40, 3, 8), torch.rand(40, 3, 2), torch.rand(40, 3, 2)
+    windows = (9, 0) if causal else (9, 4)
+    right = None if causal else right
+    x[20, 1, 5] = value
+    out = forward(x, left, right, *windows)
+    time = torch.arange(40)
+    end = time if causal else time + right[:, 1, 1] * 4
+    has = (time - left[:, 1, 1] * 9 < 21) & (end > 19)
+    assert not out[has, 1, 5].isfinite().any()
+    assert out[end <= 19, 1, 5].isfinite().all()
+    out[:, 1, 5] = 0
+    assert out.isfinite().all()
+
+
+def check_spread_of_gradients(backward):
+    """NaN goes to every row of the window, and to no sentence or channel beside its own.
+
+    Sums run on, so that it may be in rows on one side of the window as well.
+    """
+    torch.manual_seed(0)
+    x, (left, right) = torch.randn(40, 3, 8), torch.rand(2, 40, 3, 2)
+    dout = torch.ones_like(x)
+    dout[20, 1, 5] = math.nan
+    dx = backward(dout, x, left, right, 9, 4)[0]
+    first = 20 - math.ceil(left[20, 1, 1] * 9)
+    assert dx[first : 21 + math.ceil(right[20, 1, 1] * 4), 1, 5].isnan().all()
+    dx[:, 1, 5] = 0
+    assert dx.isfinite().all()
 
 
 # --- The operator ---
@@ -33,24 +100,7 @@ def edges(dtype, shape, generator):
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_the_edges_of_the_halves(backend, dtype):
-    """A window's mean is within the format, and so is what is computed of it."""
-    generator = torch.Generator().manual_seed(0)
-    for windows in ((0, 0), (7, 0), (5, 3), (200, 100)):
-        x, dout = (edges(dtype, (60, 2, 8), generator) for _ in range(2))
-        left, right = edges(dtype, (2, 60, 2, 2), generator).abs()
-        right = right if windows[1] else None
-        out = oracle.check_forward(talk_conv, x, left, right, *windows)
-        assert math.isfinite(out)
-        inputs = [t.requires_grad_() for t in (x, left, right) if t is not None]
-        out = talk_conv(*inputs, *[None][len(inputs) - 2 :], *windows)
-        assert out.isfinite().all()
-        got = torch.autograd.grad(out, inputs, dout)
-        expected = oracle.talk_conv_backward(dout, x, left, right, *windows)
-        for gradient, exact in zip(got, expected):
-            # Of the offsets' gradients, those too large for the format are infinite, as they are.
-            assert torch.equal(gradient.isfinite(), exact.to(dtype).isfinite())
-            assert not gradient.isnan().any()
-        assert oracle.worst_error(got[0], expected[0]) <= 4 * oracle.TOLERANCE[dtype]
+    check_edges(talk_conv, talk_conv_backward, dtype)
 
 
 def test_sums_that_are_not_divided_overflow_as_the_true_sums_do(backend):
@@ -92,41 +142,14 @@ def test_gates_far_out():
 # --- What is not finite ---
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", NOT_FINITE)
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_is_not_finite_is_propagated(backend, value, causal):
-    """It is in every output whose window has it, and in no sentence or channel beside its own.
-
-    Nor in one whose window ends before. Windows are differences of running sums: later outputs of
-    the same channel may be NaN as well.
-    """
-    torch.manual_seed(0)
-    x, left, right = torch.randn(40, 3, 8), torch.rand(40, 3, 2), torch.rand(40, 3, 2)
-    windows = (9, 0) if causal else (9, 4)
-    right = None if causal else right
-    x[20, 1, 5] = value
-    out = talk_conv(x, left, right, *windows)
-    time = torch.arange(40)
-    end = time if causal else time + right[:, 1, 1] * 4
-    has = (time - left[:, 1, 1] * 9 < 21) & (end > 19)
-    assert not out[has, 1, 5].isfinite().any()
-    assert out[end <= 19, 1, 5].isfinite().all()
-    out[:, 1, 5] = 0
-    assert out.isfinite().all()
+    check_spread(talk_conv, value, causal)
 
 
 def test_so_are_gradients(backend):
-    """To every row of the window, no row after it, and no sentence or channel beside its own."""
-    torch.manual_seed(0)
-    x = torch.randn(40, 3, 8, requires_grad=True)
-    left, right = torch.rand(2, 40, 3, 2)
-    dout = torch.ones_like(x)
-    dout[20, 1, 5] = math.nan
-    (dx,) = torch.autograd.grad(talk_conv(x, left, right, 9, 4), x, dout)
-    first = 20 - math.ceil(left[20, 1, 1] * 9)
-    assert dx[first : 21 + math.ceil(right[20, 1, 1] * 4), 1, 5].isnan().all()
-    dx[:, 1, 5] = 0
-    assert dx.isfinite().all()
+    check_spread_of_gradients(talk_conv_backward)
 
 
 # --- Training ---
@@ -222,12 +245,11 @@ def test_the_loss_scaler_loses_no_step_more_than_needed(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_ten_thousand_updates_in_half_precision(tmp_path, capsys):
+def test_ten_thousand_updates_in_half_precision(tmp_path, figure):
     losses, scales, last = train_in_half(tmp_path, 10_000, window=200)
-    with capsys.disabled():
-        print(
-            f"\n10,000 updates in fp16, {len(scales)} lost to overflow, loss {losses[0]:.2f} to "
-            f"{losses[-1]:.2f}, loss scale {min(scales):g} to {max(scales):g}, {last:g} at the end"
-        )
+    figure(
+        f"10,000 updates in fp16, {len(scales)} lost to overflow, loss {losses[0]:.2f} to "
+        f"{losses[-1]:.2f}, loss scale {min(scales):g} to {max(scales):g}, {last:g} at the end"
+    )
     assert len(scales) <= 24 + 10_000 // 200 + 1 and min(scales) >= 1
     assert losses[-1] < losses[0] / 2

@@ -5,7 +5,6 @@ ones in each run.
 """
 
 import functools
-import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from typing import NamedTuple
 import oracle
 import pytest
 import torch
+from conftest import LONG
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
@@ -26,7 +26,6 @@ from talk_fairseq import (
 )
 
 set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "hypothesis")
-LONG = "--long" in sys.argv
 DTYPES = list(oracle.TOLERANCE)
 counted = {"cases": 0}
 
@@ -52,12 +51,13 @@ def cases(number, **strategies):
     return decorate
 
 
-@pytest.fixture(scope="module", autouse=True)
-def report(request):
-    """Prints how many cases were run."""
+@pytest.fixture(autouse=True)
+def report(request, figure):
+    """Shows how many cases were run, once the last test of this file has."""
     yield
-    with request.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
-        print(f"\n{counted['cases']:,} cases of {__name__}")
+    tests = [test for test in request.session.items if test.path == request.path]
+    if request.node is tests[-1]:
+        figure(f"{counted['cases']:,} cases of {__name__}")
 
 
 @pytest.fixture(scope="module", params=["cpu", "reference"], autouse=True)

@@ -5,6 +5,8 @@ scripts/kill_training.py, which also kills runs while they save.
 """
 
 import json
+import math
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 KILL = [sys.executable, "-W", "ignore", ROOT / "scripts/kill_training.py"]
@@ -67,6 +70,39 @@ def nothing_differs(found, stops):
 
 # The defaults of kill_training.py: dropout, gradients of two batches an update, moving averages.
 WORKERS = ["--num-workers", "2"]
+
+
+@pytest.fixture
+def runs():
+    """The script as a module of this process, which is not to train."""
+    from conftest import load_script  # imports the plugin, and the file as it is run must not yet
+
+    return load_script("kill_training")
+
+
+def test_the_same_bits(runs):
+    numbers = torch.tensor([0.0, math.nan, 1.5])
+
+    def state(tensor):
+        return {"layers": [tensor, {"step": 3}], "flag": torch.tensor(True)}
+
+    assert runs.same(state(numbers), state(numbers.clone()))
+    assert runs.same(numbers, numbers.repeat_interleave(2)[::2])
+    minus = torch.tensor([-0.0, math.nan, 1.5])
+    for other in (minus, numbers.double(), numbers[None], numbers.tolist(), None):
+        assert not runs.same(state(numbers), state(other))
+        assert not runs.same(state(other), state(numbers))
+
+
+def test_what_an_earlier_run_left_unfinished_is_not_being_written(runs, tmp_path):
+    left, begun = tmp_path / "checkpoint_last.pt.tmp", tmp_path / "checkpoint_1_2.pt.tmp"
+    left.touch()
+    before = runs.unfinished(tmp_path)
+    assert [name for name, _ in before] == [left.name] and not runs.unfinished(tmp_path) - before
+    begun.touch()
+    assert [name for name, _ in runs.unfinished(tmp_path) - before] == [begun.name]
+    os.utime(left, ns=(0, 0))  # written anew
+    assert len(runs.unfinished(tmp_path) - before) == 2
 
 
 def test_stopped_anywhere(tmp_path):
@@ -130,7 +166,8 @@ def test_six_kills():
 @pytest.mark.parametrize("processes", [1, 2])
 def test_fifty_kills(processes):
     survived, done, amid = map(int, kill("--processes", processes).groups())
-    assert survived == done == 50 and amid >= 15
+    # Of two processes, half of the kills strike the one that does not write.
+    assert survived == done == 50 and amid >= 15 // processes
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, fairseq
+from conftest import ROOT, fairseq, load_script
 from omegaconf import OmegaConf
 
 pytest.importorskip("fairseq")
@@ -117,10 +117,24 @@ def test_several_gpus_and_nodes():
     assert plan.command[1:4] == ["--standalone", "--nproc-per-node", "4"]
     plan = planned("wmt16_en_de/talkconv", *"--devices 8 --nodes 2 --rendezvous node1:7".split())
     torchrun = " ".join(plan.command[1:11])
-    assert torchrun.startswith("--nnodes 2 --rdzv-backend c10d --rdzv-id talkconv")
+    assert torchrun.startswith("--nnodes 2 --rdzv-backend c10d --rdzv-id wmt16_en_de.talkconv-")
     assert "--rdzv-endpoint node1:7 --nproc-per-node 8" in torchrun
     assert plan.words["distributed_training.distributed_world_size"] == "16"
     assert "--rendezvous" in refused("wmt16_en_de/talkconv", "--devices", "8", "--nodes", "2")
+
+
+def test_runs_on_the_same_nodes_do_not_meet(tmp_path, monkeypatch):
+    def meeting(name, *arguments):
+        nodes = "--devices 8 --nodes 2 --rendezvous node1".split()
+        command = planned(name, *nodes, *arguments).command
+        return command[command.index("--rdzv-id") + 1]
+
+    monkeypatch.chdir(tmp_path)
+    here, en_de = str(tmp_path / "run"), "wmt16_en_de/talkconv"
+    assert meeting(en_de, "--save-dir", "run") == meeting(en_de, "--save-dir", here)
+    others = [meeting(en_de), meeting(en_de, "--save-dir", here), meeting("wmt14_en_fr/talkconv"),
+              meeting(en_de, "--save-dir", str(tmp_path / "seed_2"))]  # fmt: skip
+    assert len(set(others)) == 4
 
 
 @pytest.mark.parametrize(
@@ -272,6 +286,12 @@ def test_a_mistake_is_one_line_and_status_2(capsys):
     assert error.startswith("train.sh: NAME: expected") and error.count("\n") == 1
 
 
+SAVING = [  # as docs/cluster.md advises
+    "checkpoint.save_interval_updates=1000", "checkpoint.keep_interval_updates=2",
+    "dataset.validate_after_updates=5000",
+]  # fmt: skip
+
+
 def test_a_folder_of_another_config(folder, tmp_path, monkeypatch):
     run = tmp_path / "run"
     ran = []
@@ -280,16 +300,22 @@ def test_a_folder_of_another_config(folder, tmp_path, monkeypatch):
     name = "iwslt14_de_en/talkconv"
     train.main([name, *start, "model.dropout=0.2"])
     assert len(ran) == 1 and [path.name for path in run.iterdir()] == ["trained.yaml"]
-    # the same goes on, also for longer and in other steps
+    # the same goes on, also for longer, in other steps, and saved more often
     train.plan(train.parse([name, *start, "model.dropout=0.2"]))
     longer = ["model.dropout=0.2", "optimization.max_update=9", "dataset.max_tokens=2000"]
-    train.plan(train.parse([name, *start, *longer]))
+    train.plan(train.parse([name, *start, *longer, *SAVING]))
     assert "model.dropout 0.2, not 0.3" in refused(name, *start, dry_run=False)
     other = refused("iwslt14_de_en/talkconv_wide", *start, dry_run=False)
     assert "choose another folder" in other
     (run / "trained.yaml").rename(tmp_path / "away")
     (run / "checkpoint_last.pt").touch()
     assert "checkpoints of something else" in refused(name, *start, dry_run=False)
+
+
+def test_saving_more_often_is_still_the_recipe():
+    name = "wmt16_en_de/talkconv"
+    config = train.with_overrides(train.read_config(name)[1], SAVING)
+    assert load_script("evaluate").other_settings(name, config) == {}
 
 
 @pytest.mark.parametrize("name", ["train", "ablation"])
