@@ -24,9 +24,11 @@ URL = re.compile(r"(https?|ftp|file)://", re.IGNORECASE)
 SUFFIXES = (".tgz", ".tar.gz", ".tar", ".zip")
 # What reading a damaged archive raises; NotImplementedError: one of another compression.
 DAMAGED = (EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, struct.error)
-DAMAGED += (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError)
+DAMAGED += (zipfile.BadZipFile, NotImplementedError, RecursionError)  # headers of headers
 EXPANDS = 100  # times at most: text is packed to a tenth at best, a bomb to a thousandth
 SMALL = 1 << 24  # bytes that any archive may hold
+LONGEST_HEADER = 1 << 16  # bytes of what stands before a file; the longest path has 4,096
+MOST_DEFAULTS = 100  # that headers set for all files after them
 
 
 class Bounded:
@@ -41,6 +43,19 @@ class Bounded:
         if self.given > self.most:
             raise ValueError(f"{self.path}: refused: over {self.most:,} bytes are packed in it")
         return data
+
+
+class Member(tarfile.TarInfo):
+    """What a tar says of a file. tarfile reads long names and other headers into memory, whole."""
+
+    @classmethod
+    def frombuf(cls, buf, encoding, errors):
+        member = super().frombuf(buf, encoding, errors)
+        headers = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.SOLARIS_XHDTYPE)
+        if member.type in (*headers, tarfile.XHDTYPE, tarfile.XGLTYPE):
+            if member.size > LONGEST_HEADER:
+                raise ValueError(f"a header of {member.size:,} bytes")
+        return member
 
 
 def download(url, folder):
@@ -131,8 +146,11 @@ def read_members(path, take):
         opened = gzip.open if magic[:2] == b"\x1f\x8b" else open
         with opened(path, "rb") as unpacked:
             file = Bounded(unpacked, path, most)
-            with tarfile.open(fileobj=file, mode="r|") as archive:
-                for info in archive:
+            with tarfile.open(fileobj=file, mode="r|", tarinfo=Member) as archive:
+                for info in iter(archive.next, None):
+                    archive.members.clear()  # which tarfile would keep
+                    if len(archive.pax_headers) > MOST_DEFAULTS:
+                        raise ValueError(f"over {MOST_DEFAULTS} headers for all files")
                     member(info.name, kind_of(info), lambda info=info: archive.extractfile(info))
             while file.read(1 << 20):  # to the checksum of the gzip
                 pass
@@ -142,6 +160,10 @@ def read_members(path, take):
         raise ValueError(
             f"{path}: expected a whole tar or zip archive, got {error}; get it again"
         ) from None
+    except ValueError as error:  # of ours, and what tarfile raises for headers it cannot read
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path}: refused: {error}") from None
 
 
 def walk(locations, archives):

@@ -28,6 +28,7 @@ from pathlib import Path, PurePosixPath
 
 from prepare_archives import URL, download, gather, read_members, walk
 from prepare_text import (
+    LONGEST_LINE,
     encode_pairs,
     in_parallel,
     is_kept,
@@ -500,7 +501,9 @@ def write_stories(run, lists, locations, folder):
     def take(name, stream):
         name = PurePosixPath(name)
         if name.suffix == ".story" and name.stem in listed and name.stem not in places:
-            text = stream.read()
+            text = stream.read(LONGEST_LINE + 1)  # a story becomes a line
+            if len(text) > LONGEST_LINE:
+                raise ValueError(f"{name.name}: expected at most {LONGEST_LINE:,} bytes")
             places[name.stem] = (spool.tell(), len(text))
             spool.write(text)
 

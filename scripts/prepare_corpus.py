@@ -26,12 +26,11 @@ LONGEST = 1000  # pieces of a sentence to translate; the models take 1,024 posit
 
 def unpack(path, most):
     """The bytes in a gzipped file, up to about `most`: a file may declare, or hold, any number."""
-    parts, size = [], 0
+    content = bytearray()
     with gzip.open(path, "rb") as file:
-        while size <= most and (part := file.read(1 << 24)):
-            parts.append(part)
-            size += len(part)
-    return b"".join(parts)
+        while len(content) <= most and (part := file.read(1 << 24)):
+            content += part
+    return content
 
 
 def read_sentences(folder, name):

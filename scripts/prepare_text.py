@@ -16,6 +16,8 @@ from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from itertools import chain, islice, zip_longest
 
+from prepare_archives import EXPANDS, SMALL
+
 # What Python or a reader after us may take for the end of a line, though it is none here.
 BREAKS = dict.fromkeys(map(ord, "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"), " ")
 LONGEST_LINE = 10_000_000  # bytes; in what is gzipped a line could be of any length
@@ -29,8 +31,10 @@ def lines_of(path):
     """The lines of a UTF-8 text, also gzipped, without surrounding space.
 
     Bytes that are not UTF-8 become U+FFFD; how many lines had some is said at the end. Raises
-    ValueError for gzip that is damaged or incomplete, and for a line over `LONGEST_LINE`.
+    ValueError for gzip that is damaged or incomplete, for a line over `LONGEST_LINE`, and for text
+    of over `EXPANDS` times the size of its file.
     """
+    most = EXPANDS * os.path.getsize(path) + SMALL
     with open(path, "rb") as file:
         opened = gzip.open if file.read(2) == b"\x1f\x8b" else open
     damaged = 0
@@ -41,6 +45,9 @@ def lines_of(path):
                     raise ValueError(
                         f"{path}: line {number + 1}: expected at most {LONGEST_LINE:,} bytes"
                     )
+                most -= len(line)
+                if most < 0:
+                    raise ValueError(f"{path}: over {EXPANDS} times its size is packed in it")
                 try:
                     text = line.decode("utf-8")
                 except UnicodeDecodeError:

@@ -12,6 +12,7 @@ import functools
 import io
 import math
 import os
+import pickle
 import pickletools
 import re
 import zipfile
@@ -48,6 +49,8 @@ class PlainArray(np.ndarray):
 
     def __setstate__(self, state):
         version, shape, dtype, fortran, data = state
+        if type(shape) is not tuple or not all(type(size) is int for size in shape):
+            raise ValueError("expected numbers as the shape of an array")
         if math.prod(shape) * dtype.dtype.itemsize != len(data):
             raise ValueError(f"expected an array of {shape}, got {len(data)} bytes")
         super().__setstate__((version, shape, dtype.dtype, fortran, data))
@@ -99,13 +102,108 @@ LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # opens files of torch <
 MOST_VALUES = 1_000_000  # in a checkpoint, so that one that repeats itself ends
 MOST_TUPLES = 90_000  # of some 22,000 tensors; 150,000 in one another overflow the stack as a key
 DEEPEST = 100
+SPARE = 1 << 20  # what calls may be given beyond what the file has
+CALL = 10  # what a call counts at least; what it makes takes up to 100 times as many bytes
+# Only these use what another call has made. Others go through it, and a tensor may be expanded.
+TAKES_RESULTS = r"torch\._utils\._rebuild_(tensor|tensor_v2|parameter)|numpy\..*"
+
+
+class _StandIn:
+    """In place of what a call in a pickle makes; a subclass each is in place of what is called."""
+
+    def __new__(cls, *arguments):
+        cls.rehearsal.give(cls.name, arguments, bool(re.fullmatch(TAKES_RESULTS, cls.name)))
+        return super().__new__(cls)
+
+    def __setstate__(self, state):
+        if not isinstance(state, tuple if self.name.startswith("numpy.") else dict):
+            raise ValueError(f"GLOBAL {self.name} has a {type(state).__name__} as its state")
+        self.rehearsal.give(self.name, state, True)
+
+    def __setitem__(self, key, value):
+        pass
+
+
+class _Rehearsal(pickle._Unpickler):  # the one in C makes room for any number of a memo
+    """Reads a pickle without calling anything, to see what its calls would be given.
+
+    torch checks what is called, but not with what: a few bytes are enough to give a long text once
+    more, to be copied, or a tensor without end, to be gone through. Raises ValueError for calls
+    that are given more than `most` characters and values in all, or what is not for them.
+    """
+
+    def __init__(self, file, most):
+        super().__init__(file, encoding="utf-8")
+        self.left, self.stand_ins = most, {}
+
+    def find_class(self, module, name):
+        if name == "bytearray":  # takes a length without bytes
+            raise ValueError("Unsupported global: GLOBAL bytearray")
+        self.left -= CALL
+        called = {"name": f"{module}.{name}", "rehearsal": self}
+        return self.stand_ins.setdefault(called["name"], type(name, (_StandIn,), called))
+
+    def persistent_load(self, identity):
+        key = identity[2]
+        if not isinstance(key, str) or not key.isdecimal():  # another key, another copy
+            raise ValueError("expected digits as the key of a tensor")
+        return self.find_class("torch", "Storage")()
+
+    def give(self, name, arguments, results):
+        """Count what `name` is given, with `results` of other calls among it or not."""
+        self.left -= CALL
+        values = [arguments]
+        while values:
+            value = values.pop()
+            if isinstance(value, (str, bytes, list, tuple, dict)):
+                self.left -= len(value)
+            if self.left < 0:
+                raise ValueError("its calls are given more than it holds")
+            if isinstance(value, (list, tuple)):
+                values += value
+            elif isinstance(value, dict):
+                values += [*value, *value.values()]
+            elif isinstance(value, _StandIn) and not results:
+                raise ValueError(f"GLOBAL {name} is given what another call makes")
+
+
+def _check_directory(archive, file, size):
+    """The name of the pickle in a zip archive, which torch reads as ``data.pkl``.
+
+    Raises ValueError where torch may find other records in the archive than Python does.
+    Python takes the directory from before the records that end the archive, torch from where they
+    say; Python knows other names of a record, and cuts names off; torch ignores case.
+    """
+    file.seek(max(0, size - 98))
+    end = file.read().rjust(98)
+    where = int.from_bytes(end[92:96], "little")
+    alone = end[76:80] == b"PK\5\6" and end[96:] == bytes(2)
+    if end[56:60] == b"PK\6\7":  # with the longer records of large archives, as torch writes it
+        where = int.from_bytes(end[48:56], "little")
+        alone &= end[:4] == b"PK\6\6" and end[64:72] == (size - 98).to_bytes(8, "little")
+    if not alone or where != archive.start_dir:
+        raise ValueError("it has no directory at its end, or several")
+    for record in archive.infolist():
+        if len(record.extra) > 4 + int.from_bytes(record.extra[2:4], "little"):
+            raise ValueError(f"{record.filename} in it has two extra fields")
+        if record.filename != record.orig_filename:
+            raise ValueError(f"{record.filename} in it has two names")
+        if record.compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"{record.filename} in it is compressed")
+    names = [record.filename.lower() for record in archive.infolist()]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{max(names, key=names.count)} is in it twice")
+    pickles = [name for name in archive.namelist() if name.lower().endswith("/data.pkl")]
+    if len(pickles) != 1:
+        raise ValueError(f"expected one data.pkl in it, got {len(pickles)}")
+    return pickles[0]
 
 
 def _check_container(file, size):
     """Check what an open file of `size` bytes declares, before torch trusts it.
 
     A zip archive holds nothing but what it has bytes for, undamaged (torch itself checks no sums);
-    no pickle makes a bytearray, which takes a length without bytes, or more than `MOST_TUPLES`.
+    no pickle makes more than `MOST_TUPLES`, or calls that are given more than the file has.
     Returns whether it is a zip archive, and the bytes of tensors it has room for; raises whatever
     is wrong.
     """
@@ -120,11 +218,9 @@ def _check_container(file, size):
         raise ValueError(f"it begins with {opening[:4]!r}")
     else:
         archive = zipfile.ZipFile(file)
+        name_of_pickle = _check_directory(archive, file, size)
         records = archive.infolist()
-        names = [record.filename for record in records]
-        if len(set(names)) < len(names):
-            raise ValueError(f"{max(names, key=names.count)} is in it twice")
-        for name in names:
+        for name in archive.namelist():
             if name.startswith(("/", "\\")) or ".." in re.split(r"[/\\]", name):
                 raise ValueError(f"{name} in it leads out of the archive")
         declared = sum(record.file_size for record in records)
@@ -134,15 +230,16 @@ def _check_container(file, size):
         damaged = archive.testzip()
         if damaged:
             raise ValueError(f"{damaged} in it is damaged")
-        pickles = [io.BytesIO(archive.read(name)) for name in names if name.endswith("data.pkl")]
+        pickles = [io.BytesIO(archive.read(name_of_pickle))]
     tuples = 0
     for data in pickles:
-        for operation, argument, _ in pickletools.genops(data):
+        start = data.tell()
+        for operation, _, _ in pickletools.genops(data):
             tuples += operation.name.startswith("TUPLE")
             if tuples > MOST_TUPLES:
                 raise ValueError(f"over {MOST_TUPLES:,} tuples")
-            if operation.name == "GLOBAL" and argument.endswith(" bytearray"):
-                raise ValueError("Unsupported global: GLOBAL bytearray")
+        data.seek(start)
+        _Rehearsal(data, size + SPARE).load()
     file.seek(0)
     return zipped, room
 

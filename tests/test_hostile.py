@@ -1,12 +1,13 @@
 """Files from strangers: refused with one line that names them, nothing run, memory bounded.
 
 Checkpoints through every door, text through the readers and fairseq-interactive, archives through
-the prepare scripts. Each group prints how many of the files tried it refused.
+the prepare scripts. Each group shows how many of the files tried it refused.
 """
 
 import argparse
 import copy
 import gzip
+import hashlib
 import io
 import itertools
 import multiprocessing
@@ -20,6 +21,7 @@ import tarfile
 import tempfile
 import warnings
 import zipfile
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +34,7 @@ pytest.importorskip("fairseq")
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import prepare_archives
+import prepare_benchmark
 import prepare_text
 from fairseq import checkpoint_utils, options, tasks, utils
 from fairseq.binarizer import FileBinarizer, VocabularyDatasetBinarizer
@@ -73,10 +76,9 @@ def good(**changes):
     return {**copy.deepcopy(WHOLE), **changes}
 
 
-def report(capsys, what, refused, tried):
-    """Print the figure; all that were tried must have been refused."""
-    with capsys.disabled():
-        print(f"\n{what}: refused {refused:,} of {tried:,}")
+def report(figure, what, refused, tried):
+    """Show the figure; all that were tried must have been refused."""
+    figure(f"{what}: refused {refused:,} of {tried:,}")
     assert refused == tried > 0
 
 
@@ -259,7 +261,7 @@ def test_the_payloads_are_real(tmp_path):
         assert sprung(trap), name
 
 
-def test_code_is_not_run(tmp_path, capsys):
+def test_code_is_not_run(tmp_path, figure):
     trap, path = tmp_path / "trap", tmp_path / "evil.pt"
     refused = tried = 0
     states = list(places(payloads(trap)["os.system"]).values())
@@ -270,10 +272,10 @@ def test_code_is_not_run(tmp_path, capsys):
             tried += 1
             refused += refusal(checkpoint_files.read_checkpoint, path) is not None
             assert not sprung(trap)
-    report(capsys, "checkpoints that run code, in 4 formats", refused, tried)
+    report(figure, "checkpoints that run code, in 4 formats", refused, tried)
 
 
-def test_code_is_run_at_no_door(doors, tmp_path, capsys):
+def test_code_is_run_at_no_door(doors, tmp_path, figure):
     trap, path = tmp_path / "trap", tmp_path / "evil.pt"
     refused = tried = 0
     for state in places(payloads(trap)["eval"]).values():
@@ -283,7 +285,7 @@ def test_code_is_run_at_no_door(doors, tmp_path, capsys):
                 tried += 1
                 refused += refusal(door, path) is not None
                 assert not sprung(trap)
-    report(capsys, f"checkpoints that run code, at {len(doors)} doors", refused, tried)
+    report(figure, f"checkpoints that run code, at {len(doors)} doors", refused, tried)
 
 
 def options_that_run(code):
@@ -313,7 +315,7 @@ def options_that_run(code):
     }
 
 
-def test_options_run_no_code(doors, tmp_path, capsys):
+def test_options_run_no_code(doors, tmp_path, figure):
     trap, path = tmp_path / "trap", tmp_path / "evil.pt"
     refused = tried = 0
     for state in options_that_run(f"[open({str(trap)!r}, 'w')]").values():
@@ -326,10 +328,10 @@ def test_options_run_no_code(doors, tmp_path, capsys):
         tried += 1
         refused += refusal(doors["fairseq-generate"], path) is not None
         assert not sprung(trap)
-    report(capsys, "options that run code", refused, tried)
+    report(figure, "options that run code", refused, tried)
 
 
-def test_the_options_of_fairseq_are_still_evaluated(capsys):
+def test_the_options_of_fairseq_are_still_evaluated(figure):
     layers = "[(512, 3)] * 9 + [(1024, 3)] * 4 + [(2048, 1)] * 2"
     assert checkpoint_files.evaluate(layers) == [(512, 3)] * 9 + [(1024, 3)] * 4 + [(2048, 1)] * 2
     assert checkpoint_files.evaluate(" (0.9, -1e-8) ") == (0.9, -1e-8)
@@ -344,7 +346,7 @@ def test_the_options_of_fairseq_are_still_evaluated(capsys):
             checkpoint_files.evaluate(text)
         except ValueError as error:
             refused += "\n" not in str(error) and len(str(error)) < 250
-    report(capsys, "options that are more than plain values", refused, len(bad))
+    report(figure, "options that are more than plain values", refused, len(bad))
 
 
 # --- Checkpoints that are broken, or declare what they do not hold ---
@@ -433,6 +435,44 @@ def duplicated(path):
             archive.writestr(name, archive.read(name))
 
 
+def renamed(old, new, add=()):
+    """A checkpoint that has another name for a record: a pickle that would take memory."""
+
+    def make(path):
+        with_pickle(path, MUCH)
+        content = path.read_bytes()
+        name = content[30 : 30 + int.from_bytes(content[26:28], "little")]
+        changed = name.replace(old, new)
+        assert len(name) == len(changed) and content.count(name) == 2
+        path.write_bytes(content.replace(name, changed))
+        if add:
+            with zipfile.ZipFile(path, "a") as archive:
+                archive.writestr(name.decode(), add)
+
+    return make
+
+
+def two_directories(path):
+    """Python finds one in front of the end of the archive, torch the one that the end names."""
+    with_pickle(path, MUCH + bytes(999))
+    with zipfile.ZipFile(path, "a") as archive:
+        name = archive.namelist()[0]
+        assert name.endswith("data.pkl")
+        with pytest.warns(UserWarning, match="Duplicate name"):
+            archive.writestr(name, pickle.dumps({"model": {}}, protocol=2))
+    content = path.read_bytes()
+    start = int.from_bytes(content[-6:-2], "little")
+    entries = [b"PK\1\2" + entry for entry in content[start:-22].split(b"PK\1\2")[1:]]
+    told, found = entries[:-1], entries[1:]
+    length = sum(map(len, told))
+    for number, entry in enumerate(found):  # Python counts from where it thinks the archive begins
+        offset = int.from_bytes(entry[42:46], "little") - length
+        found[number] = entry[:42] + offset.to_bytes(4, "little") + entry[46:]
+    counts = len(told).to_bytes(2, "little") * 2 + length.to_bytes(4, "little")
+    end = content[-22:-14] + counts + content[-6:]
+    path.write_bytes(b"".join([content[:start], *told, *found, end]))
+
+
 def damaged_tensor(path):
     """One bit of one number; torch reads it without a word."""
     save_zip({"model": {"w": torch.full((1000,), 7.0)}}, path)
@@ -508,7 +548,37 @@ def cut_legacy(share):
     return make
 
 
+def text(content):
+    return b"X" + len(content).to_bytes(4, "little") + content
+
+
+def many_keys(path):
+    """A tensor of 16 MB by 64 keys, which differ in case."""
+    keys = map("".join, itertools.product("aA", repeat=6))
+    number = b"X\x03\x00\x00\x00cpuJ" + (4 * MIB).to_bytes(4, "little") + b"tQ"
+    storage = b"(" + text(b"storage") + b"ctorch\nFloatStorage\n"
+    parts = [storage + text(key.encode()) + number for key in keys]
+    with_pickle(path, b"\x80\x02](" + b"".join(parts) + b"e.")
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(archive.namelist()[0].replace("data.pkl", "data/aaaaaa"), bytes(16 * MIB))
+
+
+def compressed(path):
+    save_zip(good(), path)
+    rezip(path, lambda name, content: content, zipfile.ZIP_DEFLATED)
+
+
 SHAPE, STRIDE = b"M\xe8\x03\x85", b"K\x01\x85"  # in the pickle of 1,000 numbers
+ENDLESS = (  # a number that is expanded to 5 million
+    b"ctorch._utils\n_rebuild_tensor_v2\n((" + text(b"storage") + b"ctorch\nFloatStorage\n"
+    + text(b"0") + text(b"cpu") + b"M\xe8\x03tQK\x00J\x40\x4b\x4c\x00\x85K\x00\x85\x89"
+    b"ccollections\nOrderedDict\n)RtR"
+)  # fmt: skip
+ENCODE = b"c_codecs\nencode\nq\x00" + text(b"a" * MIB) + text(b"utf-8") + b"\x86q\x01"
+SIZE = b"ctorch\nSize\nq\x00(" + b"K\x01" * (MIB // 2) + b"t\x85q\x01"
+BUILD = b"}q\x00(" + b"".join(text(b"%d" % n) + b"N" for n in range(9999)) + b"u"
+BUILD += b"cargparse\nNamespace\nq\x01"
+MUCH = b"\x80\x02c__builtin__\nbytearray\nJ\x00\x00\x00\x30\x85R."  # 800 MB
 NUMBER = b"\x80\x02cnumpy.core.multiarray\nscalar\ncnumpy\ndtype\n"
 BROKEN = {
     "empty": lambda path: path.write_bytes(b""),
@@ -546,14 +616,30 @@ BROKEN = {
     "4 GB declared for the pickle": lambda path: declares(path, b"data.pkl"),
     "4 GB declared for a tensor": lambda path: declares(path, b"data/0"),
     "deflated": deflated,
+    "whole, but deflated": compressed,
     "overlapping records": records_that_overlap,
     "a record twice": duplicated,
+    "a record twice, in capitals": renamed(b"data.pkl", b"DATA.PKL", add=b"\x80\x02}."),
+    "a pickle in capitals": renamed(b"data.pkl", b"DATA.pkl"),
+    "two directories": two_directories,
     "a name with ..": leads_out("archive/../../x"),
     "an absolute name": leads_out("/tmp/x"),
     "a damaged tensor": damaged_tensor,
     "encrypted": encrypted,
     "bytearray": pickled(b"\x80\x02c__builtin__\nbytearray\n\x8a\x05\x00\xe4\x0b\x54\x02\x85R."),
-    "deep lists": pickled(b"\x80\x02" + b"]" * 10**6 + b"a" * (10**6 - 1) + b"."),
+    "a text that is encoded again": pickled(
+        b"\x80\x02" + ENCODE + b"]" + b"h\x00h\x01Ra" * 900 + b"."
+    ),
+    "a size that is copied again": pickled(
+        b"\x80\x02" + SIZE + b"]" + b"h\x00h\x01Ra" * 200 + b"."
+    ),
+    "options that are copied again": pickled(
+        b"\x80\x02" + BUILD + b"]" + b"h\x01)\x81h\x00ba" * 1500 + b"."
+    ),
+    "a tensor that is gone through": pickled(b"\x80\x02c__builtin__\nset\n" + ENDLESS + b"\x85R."),
+    "arguments that are a tensor": pickled(b"\x80\x02c__builtin__\nset\n" + ENDLESS + b"R."),
+    "a tensor by many keys": many_keys,
+    "deep lists": pickled(b"\x80\x02" + b"]" * 10**5 + b"a" * (10**5 - 1) + b"."),
     "deep tuples": pickled(b"\x80\x02)" + b"\x85" * 40_000 + b"."),
     "a key of tuples": pickled(b"\x80\x02})" + b"\x85" * 40_000 + b"Ns."),
     "a deep key": pickled(b"\x80\x02})" + b"\x85" * 400_000 + b"Ns."),
@@ -562,6 +648,9 @@ BROKEN = {
     "numpy: an object": pickled(NUMBER + b"X\x02\x00\x00\x00|O\x85RC\x08AAAAAAAA\x86R."),
     "numpy: object fields": holds(extra_state={"x": np.zeros(2, [("a", "O")])}),
     "numpy: objects": holds(extra_state={"x": np.array([None, "a"])}),
+    "numpy: a tensor as a shape": pickled(
+        b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n)R(K\x01" + ENDLESS + b"NNNtb."
+    ),
     "numpy: texts": holds(extra_state={"x": np.array(["abc"])}),
     "numpy: records": holds(extra_state={"x": np.zeros(2, [("a", "f8")])[0]}),
     **{f"cut at {share}": cut(share) for share in np.linspace(0.001, 0.999, 25).round(4)},
@@ -570,7 +659,7 @@ BROKEN = {
 MEMORY = 400 * MIB
 
 
-def test_broken_checkpoints(doors, tmp_path, capsys):
+def test_broken_checkpoints(doors, tmp_path, figure):
     refused, tried, taken = 0, 0, []
     others = itertools.cycle([door for door in doors if door != "read_checkpoint"])
     forget_peak()
@@ -589,7 +678,7 @@ def test_broken_checkpoints(doors, tmp_path, capsys):
                 refused += 1
         assert peak() - before < MEMORY, name
     assert not taken
-    report(capsys, f"broken checkpoints of {len(BROKEN)} kinds", refused, tried)
+    report(figure, f"broken checkpoints of {len(BROKEN)} kinds", refused, tried)
 
 
 # --- Checkpoints that do not fit their options, their dictionary or the run ---
@@ -649,7 +738,7 @@ HUGE = {
 }
 
 
-def test_options_that_ask_for_a_huge_model(doors, tmp_path, capsys, monkeypatch):
+def test_options_that_ask_for_a_huge_model(doors, tmp_path, figure, monkeypatch):
     monkeypatch.setattr(checkpoint_files, "LEAST_ROOM", 64 * MIB)
     path, refused = tmp_path / "huge.pt", 0
     for name, changes in HUGE.items():
@@ -658,10 +747,10 @@ def test_options_that_ask_for_a_huge_model(doors, tmp_path, capsys, monkeypatch)
         before = peak()
         refused += refusal(doors["fairseq-generate"], path) is not None
         assert peak() - before < MEMORY, name
-    report(capsys, "options that ask for a huge model", refused, len(HUGE))
+    report(figure, "options that ask for a huge model", refused, len(HUGE))
 
 
-def test_checkpoints_that_do_not_fit(doors, tmp_path, capsys):
+def test_checkpoints_that_do_not_fit(doors, tmp_path, figure):
     path, whole = tmp_path / "other.pt", tmp_path / "whole.pt"
     save_zip(good(), whole)
 
@@ -679,7 +768,7 @@ def test_checkpoints_that_do_not_fit(doors, tmp_path, capsys):
             else:
                 refused += 1
     assert not taken
-    report(capsys, "checkpoints that do not fit", refused, tried)
+    report(figure, "checkpoints that do not fit", refused, tried)
 
 
 def test_a_dictionary_that_does_not_fit(tmp_path):
@@ -761,7 +850,7 @@ def fuzz(folder, path, trap, count, seed, results):
     results.put((refused, whole))
 
 
-def run_fuzz(capsys, folder, tmp_path, count, seed):
+def run_fuzz(figure, folder, tmp_path, count, seed):
     """Fuzz in a process of its own, whose interpreter may crash."""
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
@@ -771,20 +860,21 @@ def run_fuzz(capsys, folder, tmp_path, count, seed):
     process.join()
     assert process.exitcode == 0, f"ended with {process.exitcode}"
     refused, whole = results.get()
-    with capsys.disabled():
-        print(f"\nrandomly damaged checkpoints: refused {refused:,} of {count:,}, "
-              f"{whole:,} loaded whole, no crash")  # fmt: skip
+    figure(
+        f"randomly damaged checkpoints: refused {refused:,} of {count:,}, "
+        f"{whole:,} loaded whole, no crash"
+    )
     assert refused + whole == count and refused > count / 3
 
 
-def test_random_damage(folder, tmp_path, capsys):
-    run_fuzz(capsys, folder, tmp_path, count=60, seed=1)
+def test_random_damage(folder, tmp_path, figure):
+    run_fuzz(figure, folder, tmp_path, count=60, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_much_random_damage(folder, tmp_path, capsys):
-    run_fuzz(capsys, folder, tmp_path, count=3_000, seed=2)
+def test_much_random_damage(folder, tmp_path, figure):
+    run_fuzz(figure, folder, tmp_path, count=3_000, seed=2)
 
 
 # --- Text ---
@@ -909,20 +999,21 @@ def test_a_line_too_long_to_translate_is_named(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_gzip_that_never_ends(tmp_path, capsys):
+@pytest.mark.parametrize("content", [bytes(MIB), (b"a" * 1023 + b"\n") * 1024])
+def test_gzip_that_never_ends(content, tmp_path, figure):
     path = tmp_path / "train.es.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:
         for _ in range(200):
-            file.write(bytes(MIB))
+            file.write(content)
     forget_peak()
     before = peak()
     for read in (
-        lambda path: list(prepare_text.lines_of(path)),
+        lambda path: deque(prepare_text.lines_of(path), maxlen=1),
         lambda path: corpora.read_sentences(tmp_path, "train.es"),
     ):
         assert refusal(read, path)
     assert peak() - before < 250 * MIB
-    report(capsys, "gzipped text that unpacks a thousandfold", 2, 2)
+    report(figure, "gzipped text that unpacks a thousandfold", 2, 2)
 
 
 # --- Archives ---
@@ -996,6 +1087,29 @@ def long_name(path):
             file.write(bytes(MIB))
 
 
+def headers(*headers):
+    """An archive with these headers, as ``(type, content)``, before its file."""
+
+    def make(path):
+        with gzip.open(path, "wb", compresslevel=1) as file:
+            for kind, content in headers:
+                member = tarfile.TarInfo("header")
+                member.type, member.size = kind, len(content)
+                file.write(member.tobuf(tarfile.GNU_FORMAT) + content + bytes(-len(content) % 512))
+            member = tarfile.TarInfo("a/wanted")
+            member.size = 9
+            file.write(member.tobuf() + b"the word\n".ljust(512, b"\0") + bytes(1024))
+
+    return make
+
+
+def pax(name, value):
+    """A line of a pax header; its length counts itself."""
+    rest = f" {name}={value}\n".encode()
+    length = next(n for n in itertools.count(len(rest)) if len(str(n)) + len(rest) == n)
+    return str(length).encode() + rest
+
+
 def zip_declares(path):
     zipped()(path)
     content = bytearray(path.read_bytes())
@@ -1028,6 +1142,13 @@ ARCHIVES = {
     "a bomb": tar(("a/zeros", ZEROS, {})),
     "a wanted bomb": tar(("b/zeros/wanted.gz", ZEROS, {})),
     "a long name": long_name,
+    "a name of 8 MB": headers((tarfile.GNUTYPE_LONGNAME, b"a/" * (4 * MIB))),
+    "a header of 8 MB": headers((tarfile.XHDTYPE, pax("comment", "a" * 8 * MIB))),
+    "headers of headers": headers(*[(tarfile.XHDTYPE, pax("comment", "a"))] * 2000),
+    "headers for all files": headers(
+        (tarfile.XGLTYPE, b"".join(pax(f"a{number}", "a") for number in range(500)))
+    ),
+    "a map of holes": headers((tarfile.XHDTYPE, pax("GNU.sparse.map", "x"))),
     "terminal codes": tar(("../\x1b[2J\n", b"x", {})),
     "zip: ..": zipped(("../wanted", b"x", 0)),
     "zip: ..\\": zipped(("a\\..\\wanted", b"x", 0)),
@@ -1048,7 +1169,7 @@ ARCHIVES = {
 }  # fmt: skip
 
 
-def test_archives(tmp_path, capsys):
+def test_archives(tmp_path, figure):
     refused, taken = 0, []
     forget_peak()
     before = peak()
@@ -1070,7 +1191,21 @@ def test_archives(tmp_path, capsys):
             refused += 1
     assert not taken
     assert not Path("/tmp/wanted").exists() and peak() - before < 250 * MIB
-    report(capsys, "archives", refused, len(ARCHIVES))
+    report(figure, "archives", refused, len(ARCHIVES))
+
+
+def test_a_story_that_never_ends(tmp_path, capsys):
+    for number, name in enumerate(prepare_benchmark.LISTS.values()):
+        (tmp_path / name).write_text(f"address {number}\n")
+    archive = tmp_path / "cnn_stories.tgz"
+    story = hashlib.sha1(b"address 0").hexdigest() + ".story"
+    tar((f"a/{story}", bytes(12 * MIB), {}))(archive)
+    with pytest.raises(SystemExit):
+        prepare_benchmark.main(
+            ["cnn_dm", "--data", str(tmp_path), "--other-counts", "--output", str(tmp_path / "out")]
+        )
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"{archive}: refused: {story}: expected at most 10,000,000 bytes" in error
 
 
 def test_damage_to_a_zip_is_refused_or_does_no_harm(tmp_path):
