@@ -1006,26 +1006,30 @@ def measure_speeds(args, words, checkpoints):
     batches = training_batches(args, task)
     samples = test_batches(args, task)
 
-    def train(name):
-        for batch in batches:
-            trainers[name].train_step([batch], raise_oom=True)
-        return sum(batch["ntokens"] for batch in batches)
+    def train(name, batch):
+        trainers[name].train_step([batch], raise_oom=True)
+        return batch["ntokens"]
 
-    def generate(name):
-        return sum(generators[name](sample) for sample in samples)
+    def generate(name, batch):
+        return generators[name](batch)
 
     rows = {}
-    for what, step in (("training", train), ("generation", generate)):
-        steps = {name: lambda step=step, name=name: step(name) for name in words}
+    for what, step, work in (("training", train, batches), ("generation", generate, samples)):
         for name in words:
             show(f"{what}: {name}, warming up")
-            steps[name]()
+            for batch in work:  # all, so that what is allocated once is there
+                step(name, batch)
             with PeakMemory(device) as peak:
-                counts[what, name] = steps[name]()
+                counts[what, name] = sum(step(name, batch) for batch in work)
             peaks[what, name] = peak.bytes
         turns = []
+        # Batch by batch in turn, as other work on the machine comes and goes within seconds.
         speeds = training_speeds(
-            steps,
+            {
+                (name, i): lambda step=step, name=name, batch=batch: step(name, batch)
+                for i, batch in enumerate(work)
+                for name in words
+            },
             args.turns,
             report=lambda so_far, what=what, turns=turns: (
                 turns.append(0),
@@ -1033,9 +1037,10 @@ def measure_speeds(args, words, checkpoints):
             ),
         )
         for name in words:
+            turns = [sum(turn) for turn in zip(*(speeds[name, i] for i in range(len(work))))]
             rows.setdefault(name, {})[what] = {
-                "turns": speeds[name],
-                "seconds": statistics.median(speeds[name]),
+                "turns": turns,
+                "seconds": statistics.median(turns),
                 "tokens": counts[what, name],
                 "memory": peaks[what, name],
             }
