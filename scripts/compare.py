@@ -1022,7 +1022,6 @@ def measure_speeds(args, words, checkpoints):
             with PeakMemory(device) as peak:
                 counts[what, name] = sum(step(name, batch) for batch in work)
             peaks[what, name] = peak.bytes
-        turns = []
         # Batch by batch in turn, as other work on the machine comes and goes within seconds.
         speeds = training_speeds(
             {
@@ -1031,9 +1030,8 @@ def measure_speeds(args, words, checkpoints):
                 for name in words
             },
             args.turns,
-            report=lambda so_far, what=what, turns=turns: (
-                turns.append(0),
-                show(f"{what}: turn {len(turns)} of {args.turns}"),
+            report=lambda so_far, what=what: show(
+                f"{what}: turn {len(next(iter(so_far.values())))} of {args.turns}"
             ),
         )
         for name in words:

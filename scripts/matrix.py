@@ -32,10 +32,9 @@ TESTS += [
 DESCRIPTION = """\
 Runs the fast tests of operator, modules, models, decoding, published checkpoints and fairseq's
 commands with each supported Python (3.11, 3.12), torch and NumPy: the lowest version that setup.cfg
-allows and that of constraints.txt, which pins the rest. Each combination has a
-folder of its own with a copy of this checkout (uncommitted changes included, what git ignores not)
-and the .venv that scripts/setup.sh makes in it. Prints a table, and writes it with all numbers to
-matrix.json.
+allows and that of constraints.txt, which pins the rest. Each combination has a folder of its own
+with a copy of this checkout (uncommitted changes included, what git ignores not) and the .venv that
+scripts/setup.sh makes in it. Prints a table, and writes it with all numbers to matrix.json.
 
 A combination that has passed with these files and these tests is not run again; one that fails
 does not stop the others. One whose Python or packages are not to be had says so, and has not

@@ -26,9 +26,14 @@ SUFFIXES = (".tgz", ".tar.gz", ".tar", ".zip")
 DAMAGED = (EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, struct.error)
 DAMAGED += (zipfile.BadZipFile, NotImplementedError, RecursionError)  # headers of headers
 EXPANDS = 100  # times at most: text is packed to a tenth at best, a bomb to a thousandth
-SMALL = 1 << 24  # bytes that any archive may hold
+SMALL = 1 << 24  # bytes that any file may hold
 LONGEST_HEADER = 1 << 16  # bytes of what stands before a file; the longest path has 4,096
 MOST_DEFAULTS = 100  # that headers set for all files after them
+
+
+def most_unpacked(path):
+    """Bytes that may come out of the packed file `path`, which may declare, or hold, any number."""
+    return EXPANDS * os.path.getsize(path) + SMALL
 
 
 class Bounded:
@@ -117,7 +122,7 @@ def read_members(path, take):
     one, for an archive that holds a link, a device or a name that leads out of it, and for one
     that holds `EXPANDS` times its size.
     """
-    most = EXPANDS * path.stat().st_size + SMALL
+    most = most_unpacked(path)
 
     def member(name, kind, open_member):
         shown = name if name.isprintable() else ascii(name)

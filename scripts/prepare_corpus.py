@@ -18,9 +18,9 @@ import sys
 import zlib
 from pathlib import Path
 
+from prepare_archives import most_unpacked
+
 SPLITS = ("train", "valid", "test")
-EXPANDS = 100  # times its size at most, what is gzipped; text is packed to a tenth at best
-SMALL = 1 << 24  # bytes that any file may hold
 LONGEST = 1000  # pieces of a sentence to translate; the models take 1,024 positions
 
 
@@ -43,7 +43,7 @@ def read_sentences(folder, name):
         path = folder / f"{name}.gz"
     if not path.exists():
         raise ValueError(f"{folder / name}: no such file, nor with .gz")
-    most = EXPANDS * path.stat().st_size + SMALL
+    most = most_unpacked(path)
     try:
         content = path.read_bytes() if path.suffix != ".gz" else unpack(path, most)
     except (OSError, EOFError, zlib.error) as error:

@@ -16,7 +16,7 @@ from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from itertools import chain, islice, zip_longest
 
-from prepare_archives import EXPANDS, SMALL
+from prepare_archives import EXPANDS, most_unpacked
 
 # What Python or a reader after us may take for the end of a line, though it is none here.
 BREAKS = dict.fromkeys(map(ord, "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"), " ")
@@ -34,7 +34,7 @@ def lines_of(path):
     ValueError for gzip that is damaged or incomplete, for a line over `LONGEST_LINE`, and for text
     of over `EXPANDS` times the size of its file.
     """
-    most = EXPANDS * os.path.getsize(path) + SMALL
+    most = most_unpacked(path)
     with open(path, "rb") as file:
         opened = gzip.open if file.read(2) == b"\x1f\x8b" else open
     damaged = 0

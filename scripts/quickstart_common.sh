@@ -80,7 +80,8 @@ set_up() {
     export PYTHONWARNINGS=ignore # fairseq calls much that PyTorch has deprecated
 
     device=cpu
-    if ! $cpu && python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    if ! $cpu && python -c 'import sys, torch as t
+sys.exit(not (t.cuda.is_available() and t.version.cuda))'; then
         device=gpu
     fi
     if [[ "$device" == cpu ]]; then
