@@ -4,6 +4,7 @@
     benchmark_decoding.py                all of it, on a GPU where there is one
     benchmark_decoding.py --lengths 20,100 --beams 5 --models talkconv,transformer --limit 60
     benchmark_decoding.py --positions    the decoder alone, after 16, 1,000 and 16,000 tokens
+    benchmark_decoding.py --profile      then where a step of the search goes, by part of the model
 
 The encoder-decoders have the same sizes and layers, random weights, and no embeddings in common
 (tied ones would have them repeat one word). The convolutions have GLU, and kernels as wide as
@@ -57,6 +58,7 @@ from fairseq.dataclass.configs import GenerationConfig
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.modules.dynamic_convolution import DynamicConv1dTBC
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
+from profile_parts import print_profile, profile
 from whole_files import write_whole
 
 MODELS = ("talkconv", "transformer", "lightconv", "dynamicconv", "dynamicconv-band")
@@ -296,6 +298,7 @@ def measure(models, task, sizes, cell, args, results, save):
             results[name] = {"error": str(error)}
             save()
 
+    profiled = dict(runs) if args.profile else {}
     for turn in range(args.turns):
         for name, run in list(runs.items()):
             show_progress(f"{title(cell)}: {name}, turn {turn + 1} of {args.turns}")
@@ -314,6 +317,21 @@ def measure(models, task, sizes, cell, args, results, save):
                 if seconds > args.limit / 4:
                     del runs[name]  # once is enough
             save()
+    for name, run in profiled.items():
+        show_progress(f"{title(cell)}: {name}, profile")
+        if "error" not in results[name]:
+            results[name]["profile"] = profile_search(*run, batch, target)
+            save()
+
+
+def profile_search(generator, model, batch, target):
+    """Where a step of the search goes, the encoder's share included; see profile_parts.profile."""
+
+    def run():
+        with torch.profiler.record_function("part: beam search"):
+            generate(generator, model, batch, target)
+
+    return profile(run, target + 1, model)
 
 
 def title(cell):
@@ -343,6 +361,9 @@ def print_cell(cell):
         print(f"  {name:18} {row['sentences_per_second']:9,.2f} {row['tokens_per_second']:9,.1f} "
               f"{row['seconds'] / (cell['target'] + 1) * 1e3:9,.2f} {ratio:>9} "
               f"{memory:>9}")  # fmt: skip
+    for name in sorted(cell["results"], key=MODELS.index):
+        if "profile" in cell["results"][name]:
+            print_profile(name, cell["results"][name]["profile"])
     sys.stdout.flush()
 
 
@@ -579,6 +600,7 @@ def parse(arguments=None):
     add("--dtype", choices=TOLERANCES, default="float32", help="(float32)")
     add("--turns", type=natural, help="turns the medians are of (3; with --positions 15)")
     add("--limit", type=float, default=120, help="seconds that a batch may take (120)")
+    add("--profile", action="store_true", help="then print where a step goes, model by model")
     add("--cpu", action="store_true", help="measure the CPU where there is a GPU")
     add("--output", type=Path, metavar="PREFIX", help="(results/decoding[_positions])")
     small = Sizes(256, 512, 4, 2, 2, 1000)  # 16,000 steps should not take long
@@ -597,6 +619,8 @@ def parse(arguments=None):
     longest = max([*args.lengths, args.target or 0, *(args.positions or [])]) + STEPS + 2
     sizes["max_positions"] = max(sizes["max_positions"], longest)
     args.sizes = Sizes(**sizes)
+    if args.profile and args.positions:
+        parser.error("--profile: expected none with --positions, got both")
     if args.sizes.width % (2 * args.sizes.heads):
         parser.error(f"--width: expected a multiple of 2 x {args.sizes.heads} heads, "
                      f"got {args.sizes.width}")  # fmt: skip

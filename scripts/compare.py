@@ -192,7 +192,7 @@ SCHEDULES = {
     ("cpu", "summ"): Schedule(3200, 1, LOW, 300, 2000, 20, 5, 20, 2, source=96),
     ("gpu", "seq2seq"): Schedule(2500, 3, LOW, 500, 8000, 25, 5, 40, 8),
     ("gpu", "summ"): Schedule(2500, 3, LOW, 500, 8000, 25, 5, 40, 8, source=400),
-    ("cpu", "lm"): Schedule(1600, 1, HIGH, 100, 1024, 20, 3, 20, 1),
+    ("cpu", "lm"): Schedule(1200, 1, ("2e-3", "4e-3", "8e-3"), 200, 1024, 20, 3, 20, 1),
     ("gpu", "lm"): Schedule(2500, 3, HIGH, 400, 8192, 25, 5, 40, 2),
 }
 
@@ -220,7 +220,7 @@ def parse(arguments=None):
     )
     add = parser.add_argument
     add("--preset", choices=("cpu", "gpu"), default="cpu",
-        help="cpu: small models, an hour and a half on two cores; gpu: models of IWSLT's size and "
+        help="cpu: small models, an hour to two on two cores; gpu: models of IWSLT's size and "
         "three seeds on one GPU (default: cpu)")  # fmt: skip
     add("--task", choices=TITLES, default="mt", help="see above (default: mt)")
     add("--data", type=Path, help="another corpus: {train,valid,test}.LANG, one sentence a line, "
@@ -230,7 +230,8 @@ def parse(arguments=None):
     add("--out", type=Path, help="folder for everything (default: compare/TASK_PRESET)")
     add("--systems", metavar="A,B", help="which to compare (default: all)")
     add("--seeds", type=int, metavar="N", help="runs of each system, with seeds 1 to N (1; gpu: 3)")
-    add("--updates", type=int, metavar="N", help="of each run (1,600, summ: 3,200; gpu: 2,500)")
+    add("--updates", type=int, metavar="N",
+        help="of each run (1,600, lm: 1,200, summ: 3,200; gpu: 2,500)")  # fmt: skip
     add("--lr", metavar="A,B", help="peak learning rates to try, or one for all (of the preset)")
     add("--jobs", type=int, metavar="N", help="trainings side by side (cpu: one a core, at most 4; "
         "gpu: 1)")  # fmt: skip

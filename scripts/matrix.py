@@ -21,20 +21,22 @@ from whole_files import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.11", "3.12")
-# Operator, state, modules, models, published checkpoints, and the commands of fairseq. Left out is
-# what takes half of the time to do more of the same.
-TESTS = ["-m", "not slow", "-k", "not (500 or ensemble or fusion or generation_modes)"]
+# Operator, state, modules, models, published checkpoints, the commands of fairseq, and files of
+# strangers. Left out is what takes half of the time to do more of the same.
+TESTS = ["-n", "2", "--dist", "loadfile", "-m", "not slow"]
+TESTS += ["-k", "not (500 or ensemble or fusion or generation_modes)"]
 TESTS += [
     f"tests/test_{name}.py"
-    for name in ("operator", "decoding", "modules", "talkconv", "released", "compat")
+    for name in ("operator", "decoding", "modules", "talkconv", "released", "compat", "hostile")
 ]
 
 DESCRIPTION = """\
-Runs the fast tests of operator, modules, models, decoding, published checkpoints and fairseq's
-commands with each supported Python (3.11, 3.12), torch and NumPy: the lowest version that setup.cfg
-allows and that of constraints.txt, which pins the rest. Each combination has a folder of its own
-with a copy of this checkout (uncommitted changes included, what git ignores not) and the .venv that
-scripts/setup.sh makes in it. Prints a table, and writes it with all numbers to matrix.json.
+Runs the fast tests of operator, modules, models, decoding, published checkpoints, fairseq's
+commands and files of strangers with each supported Python (3.11, 3.12), torch and NumPy: the lowest
+version that setup.cfg allows and that of constraints.txt, which pins the rest. Each combination has
+a folder of its own with a copy of this checkout (uncommitted changes included, what git ignores
+not) and the .venv that scripts/setup.sh makes in it. Prints a table, and writes it with all numbers
+to matrix.json.
 
 A combination that has passed with these files and these tests is not run again; one that fails
 does not stop the others. One whose Python or packages are not to be had says so, and has not

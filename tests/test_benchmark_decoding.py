@@ -58,6 +58,19 @@ def build(benchmark):
 # --- The files and the table ---
 
 
+def test_profile_names_the_parts(run):
+    out = run("--models talkconv,transformer --lengths 4 --batches 2 --beams 2 --turns 1 --profile")
+    for name in ("talkconv", "transformer"):
+        parts = out.cells[0]["results"][name]["profile"]
+        for part in ("mixing over time", "encoder attention", "feed-forward", "norms", "embeddings",
+                     "vocabulary", "beam search", "dropout, residuals, rest"):  # fmt: skip
+            assert parts[part]["forward"] > 0 and part in out.printed
+        assert not any(part["backward"] for part in parts.values())
+        assert f"{name}: " in out.printed
+    operators = out.cells[0]["results"]["talkconv"]["profile"]["mixing over time"]["operators"]
+    assert any("talk_conv::" in operator for operator in operators)
+
+
 def test_table_json_and_plot(benchmark, run):
     out = run("--lengths 3,5 --batches 1,2 --beams 1,2 --turns 2")
     assert out.record["sizes"]["width"] == 32 and out.record["dtype"] == "float32"
@@ -167,6 +180,7 @@ def test_an_interrupted_run_loses_nothing(benchmark, run, monkeypatch, tmp_path)
         ("--lengths 1", "expected at least 2, got 1"),
         ("--width 36", "--width: expected a multiple of 2 x 4 heads, got 36"),
         ("--beams 40", "--vocabulary: expected at least"),
+        ("--profile --positions", "--profile: expected none with --positions"),
     ],
 )
 def test_bad_options(run, capsys, options, message):

@@ -83,8 +83,8 @@ def test_what_is_supported():
     for package, title in (("torch", "PyTorch"), ("numpy", "NumPy")):
         low, high = {combination[package] for combination in combinations}
         assert {low, high} == {matrix.lowest(package), matrix.pinned(package)}
-        told = f"{matrix.lowest(package)} and {matrix.pinned(package)}"
-        assert re.search(rf"{title}\s{re.escape(told)}", (ROOT / "README.md").read_text())
+        told = f"{title} {matrix.lowest(package)} and {matrix.pinned(package)}"
+        assert told in " ".join((ROOT / "README.md").read_text().split())  # wherever a line ends
     assert matrix.constraints(combinations[3]) == (ROOT / "constraints.txt").read_text()
 
 

@@ -1,0 +1,137 @@
+"""Where the time of a model goes, by its parts: PyTorch's profiler, added up."""
+
+import contextlib
+import sys
+
+import torch
+
+# Part of a model by the last name of a module; what lies within another belongs to the inner one.
+PARTS = {
+    "self_attn": "mixing over time",
+    "conv": "mixing over time",
+    "linear1": "mixing: projections",
+    "linear2": "mixing: projections",
+    "encoder_attn": "encoder attention",
+    "fc1": "feed-forward",
+    "fc2": "feed-forward",
+    "embed_tokens": "embeddings",
+    "embed_positions": "embeddings",
+    "output_projection": "vocabulary",
+}
+LAYER = "dropout, residuals, rest"
+# Likewise by the ranges that fairseq and PyTorch record.
+RANGES = {"multiply-grads": "optimizer", "clip-grads": "optimizer", "optimizer": "optimizer"}
+
+
+@contextlib.contextmanager
+def named_parts(model, **others):
+    """Record a range of the profiler, "part: …", around each part of `model` and the `others`."""
+    handles, entered = [], []
+
+    def enter(name):
+        def hook(*_):
+            entered.append(torch.profiler.record_function(f"part: {name}"))
+            entered[-1].__enter__()
+
+        return hook
+
+    def leave(*_):
+        entered.pop().__exit__(None, None, None)
+
+    def wrap(module, name):
+        handles.append(module.register_forward_pre_hook(enter(name)))
+        handles.append(module.register_forward_hook(leave))
+
+    for name, module in others.items():
+        wrap(module, name)
+    wrap(model, LAYER)
+    for name, module in model.named_modules():
+        above, _, last = name.rpartition(".")
+        if last in PARTS:
+            wrap(module, PARTS[last])
+        elif isinstance(module, torch.nn.LayerNorm):
+            wrap(module, "norms")
+        elif above.endswith(".layers"):  # a search calls these, and not the model
+            wrap(module, LAYER)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def profile(run, steps, model, **others):
+    """``{part: {"forward": ms, "backward": ms, "operators": {name: ms}}}`` of a step.
+
+    Times are of the operators themselves: on a GPU of its kernels, else of the CPU, where a part
+    also has the time of Python between them. An operator of the backward pass belongs to the part
+    whose forward operator it undoes.
+
+    Args:
+        run: does so many `steps`; it is called twice, and measured once.
+        model: a module of fairseq, which has the PARTS.
+        others: {part: another module that is one}.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_initialized():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with named_parts(model, **others):
+        run()  # warm up, with the hooks
+        with torch.profiler.profile(activities=activities) as profiler:
+            run()
+    # Kernels and ranges of a GPU are events as well: they already count in the CPU's operators.
+    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CPU]
+    kernels = len(activities) > 1
+
+    def ancestors(event):
+        while event is not None:
+            yield event
+            event = event.cpu_parent
+
+    undone = {}  # sequence number of autograd -> part of the forward operator
+    parts = {}
+    for event in events:
+        for above in ancestors(event):
+            if above.name.startswith("part: "):
+                parts[event.id] = above.name.removeprefix("part: "), "forward"
+                if event.sequence_nr >= 0:
+                    undone[event.sequence_nr] = parts[event.id][0]
+                break
+            if above.name in RANGES:
+                parts[event.id] = RANGES[above.name], "backward"
+                break
+    rows = {}
+    for event in events:
+        own = event.self_device_time_total if kernels else event.self_cpu_time_total
+        own /= 1e3 * steps
+        if event.id in parts:
+            part, way = parts[event.id]
+        else:
+            numbers = [above.sequence_nr for above in ancestors(event) if above.sequence_nr >= 0]
+            part, way = undone.get(numbers[-1] if numbers else None, "rest of the step"), "backward"
+        row = rows.setdefault(part, {"forward": 0.0, "backward": 0.0, "operators": {}})
+        row[way] += own
+        row["operators"][event.name] = row["operators"].get(event.name, 0.0) + own
+    return rows
+
+
+def print_profile(title, rows, top=5):
+    """The parts of a step, the longest first, each with the operators that take longest."""
+    total = sum(row["forward"] + row["backward"] for row in rows.values())
+    print(f"\n{title}: {total:,.1f} ms a step")
+    print(f"  {'':26} {'forward':>9} {'backward':>9} {'share':>6}  operators, ms")
+    for part, row in sorted(rows.items(), key=lambda i: -i[1]["forward"] - i[1]["backward"]):
+        longest = sorted(row["operators"].items(), key=lambda item: -item[1])[:top]
+        words = ", ".join(f"{short_name(op)} {ms:.1f}" for op, ms in longest)
+        share = (row["forward"] + row["backward"]) / total
+        print(f"  {part:26} {row['forward']:9.1f} {row['backward']:9.1f} {share:6.1%}  {words}")
+    sys.stdout.flush()
+
+
+def short_name(operator):
+    """An operator's name without what all have."""
+    if operator.startswith("part: "):
+        return "Python"
+    return operator.removeprefix("aten::").replace(
+        "autograd::engine::evaluate_function: ", "engine: "
+    )
