@@ -115,6 +115,8 @@ _GPU_LM = _CPU_LM.replace("256", "512").replace("-layers 4", "-layers 6")
 _GPU_LM = _GPU_LM.replace("-heads 4", "-heads 8").replace("-dropout 0", "-dropout 0.3")
 _GPU_LM += " --attention-dropout 0.1"
 _GPU_LM_KERNELS = "--decoder-kernel-size-list [4,8,16,32,32,32] --input-dropout 0"
+# fairseq's LightConv and DynamicConv have no norm after the last layer of a language model.
+_NO_NORM = "--no-decoder-final-norm"
 _LIGHT, _DYNAMIC = both("--@-conv-type lightweight"), both("--@-conv-type dynamic")
 _LIGHT_LM, _DYNAMIC_LM = "--decoder-conv-type lightweight", "--decoder-conv-type dynamic"
 SYSTEMS = {
@@ -145,18 +147,18 @@ SYSTEMS = {
         + " --decoder-out-embed-dim 512 --encoder-layers [(FFN,3)]*7 --decoder-layers [(FFN,3)]*6",
     },
     ("cpu", "lm"): {
-        "talkconv": f"--arch talkconv_lm {_CPU_LM} --decoder-max-left 1,3,7,15"
+        "talkconv": f"--arch talkconv_lm {_CPU_LM} {_NO_NORM} --decoder-max-left 1,3,7,15"
         " --decoder-talk-heads 16 --offset-dropout 0",
-        "talkconv_plus": f"--arch talkconv_plus_lm {_CPU_LM} --decoder-max-left 1,3,7,15"
+        "talkconv_plus": f"--arch talkconv_plus_lm {_CPU_LM} {_NO_NORM} --decoder-max-left 1,3,7,15"
         " --decoder-talk-heads 16 --offset-dropout 0",
-        "transformer": f"--arch transformer_lm {_CPU_LM}",
+        "transformer": f"--arch transformer_lm {_CPU_LM} {_NO_NORM}",
         "lightconv": f"--arch lightconv_lm {_CPU_LM} {_CPU_LM_KERNELS} {_LIGHT_LM}",
         "dynamicconv": f"--arch lightconv_lm {_CPU_LM} {_CPU_LM_KERNELS} {_DYNAMIC_LM}",
     },
     ("gpu", "lm"): {
-        "talkconv": f"--arch talkconv_lm {_GPU_LM} --offset-dropout 0.1",
-        "talkconv_plus": f"--arch talkconv_plus_lm {_GPU_LM} --offset-dropout 0.1",
-        "transformer": f"--arch transformer_lm {_GPU_LM}",
+        "talkconv": f"--arch talkconv_lm {_GPU_LM} {_NO_NORM} --offset-dropout 0.1",
+        "talkconv_plus": f"--arch talkconv_plus_lm {_GPU_LM} {_NO_NORM} --offset-dropout 0.1",
+        "transformer": f"--arch transformer_lm {_GPU_LM} {_NO_NORM}",
         "lightconv": f"--arch lightconv_lm {_GPU_LM} {_GPU_LM_KERNELS} {_LIGHT_LM}",
         "dynamicconv": f"--arch lightconv_lm {_GPU_LM} {_GPU_LM_KERNELS} {_DYNAMIC_LM}",
     },

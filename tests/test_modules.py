@@ -107,7 +107,7 @@ def test_padding_changes_nothing(glu, max_right, short_kernel):
 
 @pytest.mark.parametrize("chunks", [[1] * 30, [30], [4, 1, 1, 17, 7], [29, 1]], ids=str)
 @pytest.mark.parametrize(
-    "max_left, short_kernel", [(0, 0), (1, 0), (7, 0), (100, 0), (7, 1), (7, 4)]
+    "max_left, short_kernel", [(0, 0), (1, 0), (7, 0), (100, 0), (7, 1), (7, 4), (7, 8)]
 )
 def test_steps_equal_a_full_pass(max_left, short_kernel, chunks):
     unit = TaLKConvUnit(8, 2, max_left, short_kernel=short_kernel).eval()

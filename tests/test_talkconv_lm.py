@@ -112,6 +112,16 @@ def test_archs(arch, source):
     assert model.max_positions() == 48
 
 
+def test_what_goes_beyond_the_paper():
+    ours, theirs = (build(from_flags("--arch", f"talkconv{p}_lm"), 100) for p in ("_plus", ""))
+    added = {f"{name}: {tuple(p.shape)}" for name, p in ours.named_parameters()}
+    added -= {f"{name}: {tuple(p.shape)}" for name, p in theirs.named_parameters()}
+    assert added == {f"decoder.layers.{n}.self_attn.short.weight: (8, 512)" for n in range(6)}
+    assert windows(ours) == windows(theirs)
+    for layer in ours.decoder.layers:
+        assert layer.activation_fn is torch.nn.functional.relu
+
+
 def test_wiki103_ties_what_can_be_tied():
     decoder = build(from_flags("--arch", "talkconv_lm_wiki103"), 70000).decoder
     softmax, bands = decoder.adaptive_softmax, decoder.embed_tokens.embeddings

@@ -202,7 +202,12 @@ _BIG = {
 register_archs(
     "talkconv_lm",
     {
-        "talkconv_plus_lm": {"spread_offsets": True, "decoder_short_kernel": 3},
+        # Beyond the paper.
+        "talkconv_plus_lm": {
+            "activation_fn": "relu",
+            "spread_offsets": True,
+            "decoder_short_kernel": 8,
+        },
         "talkconv_lm_big": {**_BIG, "decoder_layers": 12, "decoder_max_left": "3,7,15,31x9"},
         # The paper's model (appendix A) with the released heads and windows (the paper has 8 heads,
         # and one window fewer than layers): no final norm, and everything tied that can be.
