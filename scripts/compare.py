@@ -194,7 +194,7 @@ SCHEDULES = {
     ("cpu", "summ"): Schedule(3200, 1, LOW, 300, 2000, 20, 5, 20, 2, source=96),
     ("gpu", "seq2seq"): Schedule(2500, 3, LOW, 500, 8000, 25, 5, 40, 8),
     ("gpu", "summ"): Schedule(2500, 3, LOW, 500, 8000, 25, 5, 40, 8, source=400),
-    ("cpu", "lm"): Schedule(1200, 1, ("2e-3", "4e-3", "8e-3"), 200, 1024, 20, 3, 20, 1),
+    ("cpu", "lm"): Schedule(1200, 1, ("2e-3", "4e-3", "8e-3"), 200, 1024, 20, 3, 20, 4),
     ("gpu", "lm"): Schedule(2500, 3, HIGH, 400, 8192, 25, 5, 40, 2),
 }
 

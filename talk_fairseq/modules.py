@@ -171,22 +171,29 @@ class ShortConv(nn.Module):
 
     def forward(self, x):
         """x (T, B, C) -> (T, B, C)."""
-        return self._sum(F.pad(x, (0, 0, 0, 0, self.left, self.right)))
+        padded = F.pad(x, (0, 0, 0, 0, self.left, self.right))
+        return self._add([padded[k : k + x.shape[0]] for k in range(len(self.weight))])
 
-    def step(self, x, recent=None):
-        """Outputs for the new steps `x` (S, B, C) of a causal one, and the inputs to remember."""
-        if recent is None:
-            recent = x.new_zeros(self.left, *x.shape[1:])
-        x = torch.cat([recent, x])
-        return self._sum(x), x[x.shape[0] - self.left :]
+    def step(self, x, state=None):
+        """Continue a sequence: the outputs for the new steps `x` (S, B, C), and its state.
 
-    def _sum(self, padded):
-        T = padded.shape[0] - self.left - self.right
-        if T == 1:  # a step of generation: two calls for all taps
-            return (padded * self.weight.unsqueeze(1)).sum(0, keepdim=True)
-        out = padded[:T] * self.weight[0]
+        Only for a causal one. `state` is None at the start and what the last call returned from
+        then on: the last inputs (left, B, C), changed in place, and the row of the oldest.
+        """
+        recent, oldest = state or (x.new_zeros(self.left, *x.shape[1:]), 0)
+        outs = []
+        for new in x:
+            outs.append(self._add([*recent[oldest:], *recent[:oldest], new]))
+            if self.left:
+                recent[oldest] = new
+                oldest = (oldest + 1) % self.left
+        return torch.stack(outs) if outs else x, (recent, oldest)
+
+    def _add(self, inputs):
+        """The sum of the inputs of the taps, each by its weight."""
+        out = inputs[0] * self.weight[0]
         for k in range(1, len(self.weight)):
-            out = torch.addcmul(out, padded[k : k + T], self.weight[k])
+            out = torch.addcmul(out, inputs[k], self.weight[k])
         return out
 
 
@@ -273,7 +280,7 @@ class TaLKConvUnit(_RetainsDropout):
         else:
             buffer = self._get_input_buffer(incremental_state)
             if self.short is not None:
-                x, buffer["recent"] = self.short.step(x, buffer.get("recent"))
+                x, buffer["short"] = self.short.step(x, buffer.get("short"))
             x, buffer["state"] = self.conv.step(x, buffer.get("state"))
             self._set_input_buffer(incremental_state, buffer)
         return self.linear2(x), None
@@ -289,5 +296,6 @@ class TaLKConvUnit(_RetainsDropout):
         buffer = self._get_input_buffer(incremental_state)
         if "state" in buffer:
             buffer["state"].reorder(new_order)
-        if "recent" in buffer:
-            buffer["recent"] = buffer["recent"].index_select(1, new_order)
+        if "short" in buffer:
+            recent, oldest = buffer["short"]
+            buffer["short"] = recent.index_select(1, new_order), oldest

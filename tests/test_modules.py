@@ -105,7 +105,7 @@ def test_padding_changes_nothing(glu, max_right, short_kernel):
     assert torch.allclose(padded[3:], alone, atol=1e-6)
 
 
-@pytest.mark.parametrize("chunks", [[1] * 30, [30], [4, 1, 1, 17, 7], [29, 1]], ids=str)
+@pytest.mark.parametrize("chunks", [[1] * 30, [30], [4, 1, 0, 1, 17, 7], [29, 1]], ids=str)
 @pytest.mark.parametrize(
     "max_left, short_kernel", [(0, 0), (1, 0), (7, 0), (100, 0), (7, 1), (7, 4), (7, 8)]
 )
