@@ -116,10 +116,19 @@ struct Problem {
 struct float16 { unsigned short bits; };
 struct bfloat16 { unsigned short bits; };
 
-// What a storage type is computed in, and what the forward pass scans it in.
-template <typename X> struct Types { using Compute = float; using Sum = float; };
-template <> struct Types<float> { using Compute = float; using Sum = double; };
-template <> struct Types<double> { using Compute = double; using Sum = double; };
+// What a storage type is computed in, what the forward pass scans it in, and what stands for 1 in
+// sums of rows. bfloat16 reaches as far as float32, whose sums would overflow: so they hold 2^-16 of
+// it. Nothing is lost: its least number, 2^-133, becomes 2^-149, the least of float32.
+template <typename Compute_, typename Sum_, int bits = 0> struct TypesOf {
+    using Compute = Compute_;
+    using Sum = Sum_;
+    static constexpr float unit = 1.0f / (1 << bits);
+};
+template <typename X> struct Types;
+template <> struct Types<double> : TypesOf<double, double> {};
+template <> struct Types<float> : TypesOf<float, double> {};
+template <> struct Types<float16> : TypesOf<float, float> {};
+template <> struct Types<bfloat16> : TypesOf<float, float, 16> {};
 
 __device__ inline double widen(double value) { return value; }
 __device__ inline float widen(float value) { return value; }
@@ -153,7 +162,7 @@ template <typename V, int N> __device__ inline Pack<V, N> load(const V* from) {
 template <typename S, typename V, int N>
 __device__ inline void add(Pack<S, N>& sum, const Pack<V, N>& value) {
 #pragma unroll
-    for (int n = 0; n < N; ++n) sum.v[n] += widen(value.v[n]);
+    for (int n = 0; n < N; ++n) sum.v[n] += Types<V>::unit * widen(value.v[n]);
 }
 
 template <typename F, typename X, int N>
@@ -162,6 +171,12 @@ __device__ inline Pack<F, N> widened(const Pack<X, N>& value) {
 #pragma unroll
     for (int n = 0; n < N; ++n) wide.v[n] = widen(value.v[n]);
     return wide;
+}
+
+// What one of a sum of rows is worth in out or dx.
+template <typename X>
+__device__ inline typename Types<X>::Compute scale_of_sums(const Problem& p) {
+    return static_cast<typename Types<X>::Compute>(p.scale) / Types<X>::unit;
 }
 
 template <typename X, typename F, int N>
@@ -292,13 +307,14 @@ __device__ Pack<S, N> sum_rows(const X* column, long long stride, int from, int 
 // Adds the rows that the window's ends cut, straight from global memory.
 template <typename X, typename F, int N>
 __device__ void add_ends(Pack<F, N>& sum, const Window<F>& w, const X* column, long long stride) {
-    if (w.left != 0) {
+    const F left = w.left * Types<X>::unit, right = w.right * Types<X>::unit;
+    if (left != 0) {
         const Pack<X, N> row = load<X, N>(column + (w.lo - 1) * stride);
-        for (int n = 0; n < N; ++n) sum.v[n] += w.left * widen(row.v[n]);
+        for (int n = 0; n < N; ++n) sum.v[n] += left * widen(row.v[n]);
     }
-    if (w.right != 0) {
+    if (right != 0) {
         const Pack<X, N> row = load<X, N>(column + (w.hi + 1) * stride);
-        for (int n = 0; n < N; ++n) sum.v[n] += w.right * widen(row.v[n]);
+        for (int n = 0; n < N; ++n) sum.v[n] += right * widen(row.v[n]);
     }
 }
 
@@ -388,7 +404,7 @@ template <typename X, int N> __device__ void forward(const Problem& p) {
             }
             add_ends<X>(result, rare, column, stride);
         }
-        store(out, widened<F>(result), static_cast<F>(p.scale));
+        store(out, widened<F>(result), scale_of_sums<X>(p));
     }
 }
 
@@ -484,7 +500,7 @@ template <typename X, int N> __device__ void forward_gather(const Problem& p) {
         }
         add_ends<X>(result, w, column, stride);
         X* out = static_cast<X*>(p.out) + at + (t0 + i) * stride;
-        store(out, result, static_cast<F>(p.scale));
+        store(out, result, scale_of_sums<X>(p));
     }
 }
 
@@ -564,11 +580,13 @@ __device__ void sort_ends(const Ends<F>& ends, int count, int* slots, bool drop_
 
 // dout[t] of a thread's channels, from shared or from global memory.
 template <typename X, int N> struct SharedRows {
+    static constexpr float unit = Types<X>::unit;
     const Pack<X, N>* rows;
     int lanes;
     __device__ Pack<X, N> operator()(int t) const { return rows[t * lanes]; }
 };
 template <typename X, int N> struct GlobalRows {
+    static constexpr float unit = Types<X>::unit;
     const X* column;
     long long stride;
     __device__ Pack<X, N> operator()(int t) const { return load<X, N>(column + t * stride); }
@@ -602,16 +620,20 @@ __device__ void walk(const Ends<F>& ends, const Rows& dout, int from, int to, Pa
 #pragma unroll 1  // an end or two: unrolling would only cost registers
         for (int k = right[row]; k < right[row + 1]; ++k) {
             const Entry<F> entry = ends.entries[k];
+            const F fraction = entry.fraction * Rows::unit;
             const Pack<F, N> d = widened<F>(dout(entry.t));
-            for (int n = 0; n < N; ++n) enters.v[n] -= d.v[n], part.v[n] += entry.fraction * d.v[n];
+            for (int n = 0; n < N; ++n)
+                enters.v[n] -= Rows::unit * d.v[n], part.v[n] += fraction * d.v[n];
         }
         add(sum, enters);
         enters = {};
 #pragma unroll 1
         for (int k = left[row + 1]; k < left[row + 2]; ++k) {
             const Entry<F> entry = ends.entries[k];
+            const F fraction = entry.fraction * Rows::unit;
             const Pack<F, N> d = widened<F>(dout(entry.t));
-            for (int n = 0; n < N; ++n) enters.v[n] += d.v[n], part.v[n] += entry.fraction * d.v[n];
+            for (int n = 0; n < N; ++n)
+                enters.v[n] += Rows::unit * d.v[n], part.v[n] += fraction * d.v[n];
         }
         Pack<double, N> whole = sum;
         far(row, whole);
@@ -652,15 +674,28 @@ __device__ void add_dots(F* dots, const Window<F>* windows, const Rows& dout, in
 template <typename X, typename F>
 __device__ void store_offset_gradients(const Problem& p, const Place& place, const F* dots,
                                        const Window<F>* windows, int t0, int tile) {
-    const F left_scale = static_cast<F>(p.scale * p.max_left);
-    const F right_scale = static_cast<F>(p.scale * p.max_right);
+    const long long stride = static_cast<long long>(p.B) * p.C;
+    const long long head = static_cast<long long>(place.b) * p.C + place.h * p.R;
+    const auto gradient = [&](F dot, F fraction, int t, int row, int max_rows) {
+        if (fraction != fraction) return fraction;
+        const F value = dot * static_cast<F>(p.scale * max_rows);
+        if (Types<X>::unit == 1 || value - value == 0) return value;
+        // Not finite. Products of bfloat16 numbers may be too large for a float, and their sum not.
+        const X* d = static_cast<const X*>(p.dout) + head + t * stride;
+        const X* x = static_cast<const X*>(p.x) + head + row * stride;
+        double exact = 0;
+#pragma unroll 1
+        for (int c = 0; c < p.R; ++c) exact += static_cast<double>(widen(d[c])) * widen(x[c]);
+        return static_cast<F>(exact * p.scale * max_rows);
+    };
     for (int i = threadIdx.x; i < tile; i += blockDim.x) {
         const long long at = (static_cast<long long>(t0 + i) * p.B + place.b) * p.H + place.h;
-        const F left = windows[i].left, right = windows[i].right;
-        store_offset<X>(p, p.d_offset_left, at, left == left ? dots[2 * i] * left_scale : left);
+        const Window<F> w = windows[i];
+        store_offset<X>(p, p.d_offset_left, at,
+                        gradient(dots[2 * i], w.left, t0 + i, w.lo - 1, p.max_left));
         if (p.d_offset_right)
             store_offset<X>(p, p.d_offset_right, at,
-                            right == right ? dots[2 * i + 1] * right_scale : right);
+                            gradient(dots[2 * i + 1], w.right, t0 + i, w.hi + 1, p.max_right));
     }
 }
 
@@ -704,6 +739,7 @@ template <typename X, int N> struct FarRows {
         if (row == w.lo - 1) weight += w.left;
         if (row == w.hi + 1) weight += w.right;
         if (weight == 0) return;
+        weight *= Types<X>::unit;
         const Pack<X, N> d = load<X, N>(dout + t * (static_cast<long long>(p.B) * p.C));
         for (int n = 0; n < N; ++n) whole.v[n] += weight * widen(d.v[n]);
     }
@@ -766,7 +802,7 @@ template <typename X, int N> __device__ void backward(const Problem& p) {
                                         first, first + staged, far[1]};
         X* dx = static_cast<X*>(p.out) + head + c;
         const auto store_row = [=](int row, const Pack<F, N>& value) {
-            if (active) store(dx + (t0 + row) * stride, value, static_cast<F>(p.scale));
+            if (active) store(dx + (t0 + row) * stride, value, scale_of_sums<X>(p));
         };
         walk<S, N>(ends, staged_rows, from, to, sum, far_rows, store_row);
         add_dots<X, F, N>(dots, windows + t0 - first, staged_rows, t0 - first, tile,
@@ -860,7 +896,7 @@ template <typename X, int N> __device__ void backward_walk(const Problem& p) {
             for (int n = 0; n < N; ++n) sum.v[n] += p.totals[place.tile * stride + at + n];
             X* dx = static_cast<X*>(p.out) + at;
             walk<S, N>(ends, dout, from, to, sum, NoFarRows{}, [=](int t, const Pack<F, N>& value) {
-                store(dx + t * stride, value, static_cast<F>(p.scale));
+                store(dx + t * stride, value, scale_of_sums<X>(p));
             });
         }
         add_dots<X, F, N>(dots, windows, dout, t0, tile, static_cast<const X*>(p.x) + at, stride,
@@ -915,7 +951,8 @@ template <typename X, int N> __device__ void update(const Problem& p) {
         const long long step = static_cast<long long>(s) * p.B + b;
         const Ring<F, N> ring{p, b, c};
         Pack<F, N> now = slot == 0 ? Pack<F, N>{} : ring.at(slot - 1);
-        add(now, load<X, N>(static_cast<const X*>(p.x) + step * p.C + c));
+        const Pack<X, N> row = load<X, N>(static_cast<const X*>(p.x) + step * p.C + c);
+        for (int n = 0; n < N; ++n) now.v[n] += widen(row.v[n]);
         *reinterpret_cast<Pack<F, N>*>(ring.row(slot, b)) = now;
         if (p.origin && c == 0) p.origin[static_cast<long long>(slot) * p.B + b] = b;
 

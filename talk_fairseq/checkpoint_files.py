@@ -199,6 +199,17 @@ def _check_directory(archive, file, size):
     return pickles[0]
 
 
+class _NoFurther:
+    """Reads an open file of `size` bytes, and makes no room for more than it has left."""
+
+    def __init__(self, file, size):
+        self.file, self.size = file, size
+        self.tell, self.seek, self.readline = file.tell, file.seek, file.readline
+
+    def read(self, count):
+        return self.file.read(min(count, self.size - self.tell()))
+
+
 def _check_container(file, size):
     """Check what an open file of `size` bytes declares, before torch trusts it.
 
@@ -213,7 +224,7 @@ def _check_container(file, size):
     room = size
     if opening == LEGACY:
         file.seek(0)
-        pickles = [file] * 5  # one after the other
+        pickles = [_NoFurther(file, size)] * 5  # one after the other
     elif not zipped:
         raise ValueError(f"it begins with {opening[:4]!r}")
     else:

@@ -59,6 +59,7 @@ import fairseq.utils
 import numpy as np
 import torch
 from fairseq.file_io import PathManager
+from fairseq.modules import LayerDropModuleList
 from omegaconf import OmegaConf
 
 from talk_fairseq.checkpoint_files import (
@@ -338,6 +339,18 @@ def groups_begin_where_training_goes_on(
     original(self, iterable, chunk_size, skip_remainder_batch)
     if not skip_remainder_batch:
         self.total = self.n + math.ceil(batches / chunk_size)
+
+
+@mends(fairseq.data.iterators.EpochBatchIterator, "_get_iterator_for_epoch")
+def epochs_after_a_curriculum_are_shuffled(original, self, epoch, shuffle, *args, **kwargs):
+    """With ``--curriculum N`` no epoch is shuffled, not only the first N.
+
+    Only a run that goes on later does it: fairseq says whether to shuffle where it makes a data
+    loader, which it does once for all epochs.
+    """
+    if self.reuse_dataloader and self.dataloader is not None:
+        self.epoch_batch_sampler.shuffle = shuffle
+    return original(self, epoch, shuffle, *args, **kwargs)
 
 
 @mends(fairseq.data.iterators.EpochBatchIterator, "state_dict")
@@ -739,6 +752,23 @@ def no_devices_on_a_cpu(original, module, device_ids=None, output_device=None, *
     if all(parameter.device.type == "cpu" for parameter in module.parameters()):
         device_ids = output_device = None
     return original(module, device_ids=device_ids, output_device=output_device, **kwargs)
+
+
+@mends(fairseq.models, "DistributedFairseqModel")
+def layers_are_dropped_where_that_can_be(original, args, model, *more, **kwargs):
+    """With ``--encoder-layerdrop`` and several processes, training ends amid an update.
+
+    With an error of gloo or NCCL, or of unused parameters: torch's DistributedDataParallel waits
+    for gradients of layers that were dropped. Told to expect that (``--find-unused-parameters``),
+    it makes other gradients after a validation, where gradients are accumulated.
+    """
+    dropped = any(isinstance(part, LayerDropModuleList) and part.p > 0 for part in model.modules())
+    if dropped and args.ddp_backend in ("c10d", "pytorch_ddp"):
+        raise ValueError(
+            f"--ddp-backend: expected legacy_ddp to drop layers (--encoder-layerdrop, "
+            f"--decoder-layerdrop) in several processes, got {args.ddp_backend}"
+        )
+    return original(args, model, *more, **kwargs)
 
 
 def a_finished_run_is_finished(original, cfg, trainer, task, epoch_itr):

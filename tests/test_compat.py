@@ -6,6 +6,7 @@ its mend can go. Below them, the commands themselves run on dummy data with ``--
 """
 
 import argparse
+import contextlib
 import copy
 import json
 import os
@@ -29,7 +30,7 @@ pytest.importorskip("fairseq")
 
 import numpy as np
 import torch
-from fairseq import checkpoint_utils, options, search, trainer, utils
+from fairseq import checkpoint_utils, models, options, search, trainer, utils
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.data import (
     Dictionary,
@@ -45,7 +46,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.models import distributed_fairseq_model
 from fairseq.models.transformer import TransformerModel
-from fairseq.modules import SinusoidalPositionalEmbedding
+from fairseq.modules import LayerDropModuleList, SinusoidalPositionalEmbedding
 from fairseq.modules.dynamic_crf_layer import DynamicCRF
 from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.tasks.fairseq_task import FairseqTask
@@ -349,6 +350,18 @@ def a_run_that_goes_on_has_the_same_batches(tmp_path):
     assert [sorted(batch) for batch in anew.frozen_batches] != one
 
 
+@breaks("AssertionError: epoch 3 in order")
+def a_curriculum_ends(tmp_path):
+    """In a run that goes on from one epoch to the next, as in one that begins later."""
+    iterator, later = (iterator_over(*lines_of_words(), epoch) for epoch in (1, 3))
+    epochs = [
+        [batch["id"].tolist() for batch in iterator.next_epoch_itr(shuffle=epoch > 2)]
+        for epoch in (1, 2, 3)
+    ]
+    assert epochs[0] == epochs[1] and epochs[2] != epochs[0], "epoch 3 in order"
+    assert epochs[2] == [batch["id"].tolist() for batch in later.next_epoch_itr(shuffle=True)]
+
+
 @breaks("AssertionError: 4 of 5 batches")
 def an_epoch_ends_with_another_accumulation(tmp_path):
     begun = iterators.CountingIterator(range(5, 10), start=5)  # of 10 batches
@@ -531,28 +544,70 @@ def processes_of_torchrun_find_each_other(tmp_path):
     assert cfg.distributed_no_spawn and cfg.distributed_backend == "gloo"
 
 
-@breaks("device_ids")
-def pytorch_ddp_runs_on_a_cpu(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+@contextlib.contextmanager
+def one_process_of_a_group(folder):
+    """Yields a function that makes a model one that is trained in several processes."""
+    store = torch.distributed.FileStore(str(folder / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        cfg = SimpleNamespace(
-            tpu=False,
-            ddp_backend="pytorch_ddp",
-            device_id=0,
-            broadcast_buffers=False,
-            bucket_cap_mb=25,
-            find_unused_parameters=False,
-            gradient_as_bucket_view=False,
-            ddp_comm_hook="none",
-            heartbeat_timeout=-1,
+        yield lambda model, ddp_backend: models.DistributedFairseqModel(
+            SimpleNamespace(
+                tpu=False,
+                ddp_backend=ddp_backend,
+                device_id=0,
+                broadcast_buffers=False,
+                bucket_cap_mb=25,
+                find_unused_parameters=False,
+                gradient_as_bucket_view=False,
+                ddp_comm_hook="none",
+                heartbeat_timeout=-1,
+            ),
+            model,
+            torch.distributed.group.WORLD,
+            torch.device("cpu"),
         )
-        model = distributed_fairseq_model.DistributedFairseqModel(
-            cfg, torch.nn.Linear(2, 2), None, torch.device("cpu")
-        )
-        assert model(torch.ones(1, 2)).shape == (1, 2)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@breaks("device_ids")
+def pytorch_ddp_runs_on_a_cpu(tmp_path):
+    with one_process_of_a_group(tmp_path) as distributed:
+        model = distributed(torch.nn.Linear(2, 2), "pytorch_ddp")
+        assert model(torch.ones(1, 2)).shape == (1, 2)
+
+
+class DropsItsLayers(torch.nn.Module):
+    def __init__(self, p):
+        super().__init__()
+        self.layers = LayerDropModuleList(p, [torch.nn.Linear(2, 2)])
+        self.last = torch.nn.Linear(2, 2)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+@breaks("Expected to have finished reduction")
+def layers_are_dropped_in_several_processes(tmp_path):
+    def on_a_cpu(module, device_ids, output_device, **options):
+        return torch.nn.parallel.DistributedDataParallel(module, **options)
+
+    def train(model):
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+
+    with (
+        one_process_of_a_group(tmp_path) as distributed,
+        patch.object(distributed_fairseq_model, "DistributedDataParallel", on_a_cpu),
+    ):
+        train(distributed(DropsItsLayers(0), "pytorch_ddp"))
+        train(distributed(DropsItsLayers(1), "legacy_ddp"))
+        try:
+            train(distributed(DropsItsLayers(1), "pytorch_ddp"))
+        except ValueError as error:
+            assert "--ddp-backend: expected legacy_ddp to drop layers" in str(error)
 
 
 @pytest.fixture(scope="session")

@@ -539,6 +539,10 @@ def cut(share):
     return make
 
 
+def legacy_with(pickled):
+    return lambda path: path.write_bytes(checkpoint_files.LEGACY + b"\x80\x04" + pickled)
+
+
 def cut_legacy(share):
     def make(path):
         save_legacy(good(), path)
@@ -613,6 +617,10 @@ BROKEN = {
     "a negative size": with_size(SHAPE, b"J\xff\xff\xff\xff\x85"),
     "a storage beyond the record": with_size(b"M\xe8\x03t", b"J\0\xca\x9a\x3bt"),
     "a storage beyond a legacy file": legacy_with_size,
+    **{
+        f"legacy, 2^{bits} bytes declared": legacy_with(b"\x8e" + (1 << bits).to_bytes(8, "little"))
+        for bits in (36, 62)
+    },
     "4 GB declared for the pickle": lambda path: declares(path, b"data.pkl"),
     "4 GB declared for a tensor": lambda path: declares(path, b"data/0"),
     "deflated": deflated,

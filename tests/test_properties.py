@@ -172,7 +172,10 @@ def test_the_operator_is_its_definition(call):
         assert oracle.worst_error(got, want) <= 4 * oracle.TOLERANCE[got.dtype]
 
 
-@cases(75, call=calls(), a=st.floats(-3, 3), b=st.floats(-3, 3))
+FACTORS = st.floats(-3, 3, width=16, allow_subnormal=False)  # with x, not too small for float32
+
+
+@cases(75, call=calls(), a=FACTORS, b=FACTORS)
 def test_it_is_linear_in_x_and_the_gradient_its_transpose(call, a, b):
     other = call._replace(x=dout_like(call.x))
     out, other_out = talk_conv(*call), talk_conv(*other)

@@ -132,7 +132,10 @@ OTHERS = {
     "label smoothing": ["--criterion", "label_smoothed_cross_entropy", "--label-smoothing", "0.1"],
     "R-Drop": ["--criterion", "label_smoothed_cross_entropy_with_rdrop", "--rdrop-alpha", "5"],
     "a curriculum": ["--curriculum", "2"],
-    "layers dropped": ["--encoder-layerdrop", "0.3", "--decoder-layerdrop", "0.3"],
+    "layers dropped": [
+        *("--encoder-layerdrop", "0.3", "--decoder-layerdrop", "0.3"),
+        *("--ddp-backend", "legacy_ddp"),
+    ],
     "a buffer of none": ["--data-buffer-size", "0"],
     "a validation seed": ["--fixed-validation-seed", "7"],
     "batches made anew": ["--update-epoch-batch-itr", "True"],
