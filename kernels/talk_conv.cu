@@ -117,8 +117,9 @@ struct float16 { unsigned short bits; };
 struct bfloat16 { unsigned short bits; };
 
 // What a storage type is computed in, what the forward pass scans it in, and what stands for 1 in
-// sums of rows. bfloat16 reaches as far as float32, whose sums would overflow: so they hold 2^-16 of
-// it. Nothing is lost: its least number, 2^-133, becomes 2^-149, the least of float32.
+// sums of rows. bfloat16 reaches as far as float32, which would overflow: sums hold 2^-16 of it,
+// with room for 65,536 of its largest rows. Its least number, 2^-133, becomes 2^-149, float32's
+// least (where small floats are flushed to 0, sums below 2^-110 are).
 template <typename Compute_, typename Sum_, int bits = 0> struct TypesOf {
     using Compute = Compute_;
     using Sum = Sum_;

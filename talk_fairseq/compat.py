@@ -763,7 +763,7 @@ def layers_are_dropped_where_that_can_be(original, args, model, *more, **kwargs)
     it makes other gradients after a validation, where gradients are accumulated.
     """
     dropped = any(isinstance(part, LayerDropModuleList) and part.p > 0 for part in model.modules())
-    if dropped and args.ddp_backend in ("c10d", "pytorch_ddp"):
+    if dropped and args.ddp_backend in ("c10d", "pytorch_ddp") and not args.tpu:
         raise ValueError(
             f"--ddp-backend: expected legacy_ddp to drop layers (--encoder-layerdrop, "
             f"--decoder-layerdrop) in several processes, got {args.ddp_backend}"

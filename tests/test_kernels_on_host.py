@@ -204,9 +204,19 @@ def test_the_edges_of_the_halves(dtype, shared_memory):
     check_edges(host.forward, host.backward, dtype)
 
 
+@pytest.mark.parametrize("shared_memory", [0, 48 * 1024, SHARED_MEMORY])
+def test_gradients_of_offsets_where_products_overflow(shared_memory):
+    """Two channels of each head whose products, 2^129 and -2^129, are too large for a float."""
+    dout, x, *offsets = example(560, 1, 2, 8, torch.bfloat16, torch.float32)
+    dout, x = dout * 2.0**60, x * 2.0**60
+    for channel, sign in ((0, 1), (1, -1), (8, 1), (9, -1)):
+        dout[..., channel], x[..., channel] = sign * 2.0**64, 2.0**65
+    check(Host(shared_memory=shared_memory), (dout, x, *offsets), 9, 12)
+
+
 @pytest.mark.parametrize("shared_memory", [0, SHARED_MEMORY])
 def test_the_least_bfloat16_numbers_are_exact(shared_memory):
-    """Although sums hold 2^-16 of them."""
+    """Although sums hold 2^-16 of them (CuPy's compiler flushes such small numbers to 0)."""
     x = torch.arange(-128, 128).view(128, 1, 2).bfloat16() * 2.0**-133
     offset = torch.ones(128, 1, 1).bfloat16()
     host = Host(shared_memory=shared_memory)
