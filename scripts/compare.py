@@ -55,8 +55,8 @@ by side. Speed is measured in a step of its own, in one process and in turn, on 
 text: a training step by fairseq's trainer, and generation by fairseq's generator, with the trained
 models. The curves over time are validation losses over updates times measured seconds an update.
 
-Beyond the paper are talkconv_plus (a convolution of 3 tokens before the windows, and heads that
-begin with windows of all lengths) and talkconv_plus_wide (the same with longer windows).
+Beyond the paper are talkconv_plus (a convolution of 8 tokens before the windows, heads that begin
+with windows of all lengths, and ReLU) and talkconv_plus_wide (the same with longer windows).
 
   --task mt     translation: sacreBLEU with a 95% interval, and p by sacreBLEU's paired bootstrap
                 against TaLK (default)

@@ -153,11 +153,15 @@ def test_archs_beyond_the_paper_only_add_to_the_papers(plus, paper):
     added -= {f"{name}: {tuple(p.shape)}" for name, p in theirs.named_parameters()}
     C = ours.encoder.layers[0].embed_dim
     assert added == {
-        f"{side}.layers.{n}.self_attn.short.weight: (3, {C})"
-        for side, layers in (("encoder", 7), ("decoder", 6))
+        f"{side}.layers.{n}.self_attn.short.weight: ({taps}, {C})"
+        for side, layers, taps in (("encoder", 7, 7), ("decoder", 6, 8))
         for n in range(layers)
     }
     assert not any(unit.short for side in ("encoder", "decoder") for unit in units(theirs, side))
+    activations = torch.nn.functional.relu, torch.nn.functional.silu
+    for model, activation in zip((ours, theirs), activations):
+        layers = (*model.encoder.layers, *model.decoder.layers)
+        assert all(layer.activation_fn is activation for layer in layers)
 
 
 def test_iwslt_with_glu_has_the_papers_42_million():

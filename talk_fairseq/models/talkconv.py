@@ -414,7 +414,12 @@ class TaLKConvModel(TransformerModelBase):
 
 # --- Beyond the paper ---
 
-_PLUS = {"spread_offsets": True, "encoder_short_kernel": 3, "decoder_short_kernel": 3}
+_PLUS = {
+    "activation_fn": "relu",
+    "spread_offsets": True,
+    "encoder_short_kernel": 7,
+    "decoder_short_kernel": 8,
+}
 
 # --- The paper's models (appendix A); all of them post-norm, with Swish ---
 
