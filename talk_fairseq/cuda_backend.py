@@ -3,7 +3,7 @@
 The kernels are compiled for a device and a dtype at their first launch, and cached on disk by
 CuPy; importing this module compiles nothing and needs neither a GPU nor CuPy. CuPy compiles with
 ``-ftz=true``: numbers below float32's smallest normal one, 1.2e-38, count as 0 in what is computed
-in float32, and are written as 0; sums of bfloat16, which hold 2^-16 of it, are below 7.7e-34.
+in float32, and are written as 0; so are sums of bfloat16 below 7.7e-34, held at 2^-16 of them.
 """
 
 import functools

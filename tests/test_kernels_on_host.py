@@ -198,7 +198,7 @@ def test_negative_and_nan_offsets_give_nan(value, shared_memory):
 
 
 @pytest.mark.parametrize("shared_memory", [0, SHARED_MEMORY])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", HALVES)
 def test_the_edges_of_the_halves(dtype, shared_memory):
     host = Host(shared_memory=shared_memory)
     check_edges(host.forward, host.backward, dtype)
