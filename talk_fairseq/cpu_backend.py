@@ -26,6 +26,9 @@ _SERIAL = 1 << 15
 _CHUNK = 1024
 # Channels of one task: wide enough for the memory's pages, small enough for the ring to stay in L2.
 _SLAB = 256
+# Of a short convolution: channels of a task at least, a line of the cache; and rows whose gradients
+# of the weights are summed in float32, before those sums are in float64.
+_NARROW, _ROWS = 16, 64
 _empty = np.empty  # the tests fill it with NaN
 _NO_ORIGIN = np.empty((0, 0), np.int32)
 
@@ -103,6 +106,34 @@ def update(x, offset_left, sums, origin, steps, max_left):
         cuts = [B * index // threads for index in range(threads + 1)]
         _share(lambda i: _update_kernel(*arguments, cuts[i], cuts[i + 1]), threads)
     return out if out.dtype == x.dtype else out.to(x.dtype)
+
+
+def short_forward(x, weight, left):
+    """The output of a short convolution, in the dtype of `x` and `weight`."""
+    rows = _arithmetic(x)
+    out = _fresh_like(rows)
+    _over_channels(_short_forward_kernel, rows, _arithmetic(weight), left, out)
+    return out.to(x.dtype)
+
+
+def short_backward(dout, x, weight, left):
+    """Its gradients ``(dx, d_weight)``."""
+    rows, taps = _arithmetic(x), _arithmetic(weight)
+    dx, d_weight = _fresh_like(rows), torch.empty_like(taps)
+    _over_channels(_short_backward_kernel, rows, taps, left, _arithmetic(dout), dx, d_weight)
+    return dx.to(x.dtype), d_weight.to(weight.dtype)
+
+
+def _over_channels(kernel, x, weight, left, *others):
+    """Call `kernel` on groups of channels, over torch's CPU threads: what is summed over time and
+    batch does not depend on how many there are.
+    """
+    C = x.shape[2]
+    threads = torch.get_num_threads() if x.numel() >= _SERIAL else 1
+    threads = max(1, min(threads, C // _NARROW))
+    cuts = [C * index // threads // _NARROW * _NARROW for index in range(threads)] + [C]
+    arrays = [tensor.detach().numpy() for tensor in (x, weight, *others)]
+    _share(lambda i: kernel(*arrays, left, cuts[i], cuts[i + 1]), threads)
 
 
 def _fresh_like(tensor):
@@ -404,6 +435,47 @@ def _update_kernel(x, offset, sums, origin, steps, max_left, out, first, last):
                         target[r] = (now[r] + (total[r] - before[r]) + ends) * scale
             if origin.size:
                 origin[slot, b] = b
+
+
+@_jit
+def _short_forward_kernel(x, weight, out, left, lo, hi):
+    T, B, _ = x.shape
+    K = weight.shape[0]
+    for b in range(B):
+        for t in range(T):
+            target = out[t, b, lo:hi]
+            for k in range(max(left - t, 0), min(K, T - t + left)):
+                row, taps = x[t - left + k, b, lo:hi], weight[k, lo:hi]
+                if k == 0 or k == left - t:
+                    for c in range(hi - lo):
+                        target[c] = taps[c] * row[c]
+                else:
+                    for c in range(hi - lo):
+                        target[c] += taps[c] * row[c]
+
+
+@_jit
+def _short_backward_kernel(x, weight, dout, dx, d_weight, left, lo, hi):
+    T, B, _ = x.shape
+    K = weight.shape[0]
+    total = np.zeros((K, hi - lo))
+    sums = np.zeros((K, hi - lo), x.dtype)
+    for b in range(B):
+        for t in range(T):
+            row, target = x[t, b, lo:hi], dx[t, b, lo:hi]
+            target[:] = 0.0
+            # Of the outputs that read row t: out[t + left - k], by tap k.
+            for k in range(max(t + left - T + 1, 0), min(K, t + left + 1)):
+                g, taps, sum_k = dout[t + left - k, b, lo:hi], weight[k, lo:hi], sums[k]
+                for c in range(hi - lo):
+                    target[c] += taps[c] * g[c]
+                    sum_k[c] += row[c] * g[c]
+            if t % _ROWS == _ROWS - 1 or t == T - 1:
+                for k in range(K):
+                    for c in range(hi - lo):
+                        total[k, c] += sums[k, c]
+                        sums[k, c] = 0.0
+    d_weight[:, lo:hi] = total
 
 
 @_jit

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from talk_fairseq.decoding import TaLKConvState
-from talk_fairseq.operator import talk_conv, talk_conv_update_unchecked
+from talk_fairseq.operator import short_conv, talk_conv, talk_conv_update_unchecked, weigh
 
 
 def _check_probability(name, p):
@@ -171,8 +171,7 @@ class ShortConv(nn.Module):
 
     def forward(self, x):
         """x (T, B, C) -> (T, B, C)."""
-        padded = F.pad(x, (0, 0, 0, 0, self.left, self.right))
-        return self._add([padded[k : k + x.shape[0]] for k in range(len(self.weight))])
+        return short_conv(x, self.weight, self.left)
 
     def step(self, x, state=None):
         """Continue a sequence: the outputs for the new steps `x` (S, B, C), and its state.
@@ -183,18 +182,11 @@ class ShortConv(nn.Module):
         recent, oldest = state or (x.new_zeros(self.left, *x.shape[1:]), 0)
         outs = []
         for new in x:
-            outs.append(self._add([*recent[oldest:], *recent[:oldest], new]))
+            outs.append(weigh([*recent[oldest:], *recent[:oldest], new], self.weight))
             if self.left:
                 recent[oldest] = new
                 oldest = (oldest + 1) % self.left
         return torch.stack(outs) if outs else x, (recent, oldest)
-
-    def _add(self, inputs):
-        """The sum of the inputs of the taps, each by its weight."""
-        out = inputs[0] * self.weight[0]
-        for k in range(1, len(self.weight)):
-            out = torch.addcmul(out, inputs[k], self.weight[k])
-        return out
 
 
 class TaLKConvUnit(_RetainsDropout):

@@ -1,9 +1,10 @@
-"""The public operator: validation, choice of a backend, and registration with PyTorch."""
+"""The operator, and a short convolution: validation, choice of a backend, and registration."""
 
 import os
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from talk_fairseq import cpu_backend, cuda_backend
 from talk_fairseq.decoding import TaLKConvState
@@ -264,3 +265,76 @@ def _autograd(ctx, dout):
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
+
+
+def short_conv(x, weight, left):
+    """A depthwise convolution: ``out[t] = sum(weight[k] * x[t - left + k] for k in range(K))``.
+
+    Not in the paper: see :class:`talk_fairseq.modules.ShortConv`, which has checked `left`. On the
+    CPU it is one kernel, elsewhere a pass of PyTorch for each tap.
+
+    Args:
+        x: (T, B, C); zeros stand beyond its ends.
+        weight: (K, C).
+        left: taps on the left of t, 0 to K - 1.
+
+    Returns:
+        (T, B, C) in the wider of the two dtypes; differentiable in both. Halves are computed in
+        float32 and rounded once.
+
+    Equivalent to::
+
+        padded = F.pad(x.permute(1, 2, 0), (left, K - 1 - left))
+        out = F.conv1d(padded, weight.t().unsqueeze(1), groups=C).permute(2, 0, 1)
+    """
+    if _backend(x) == "cpu":
+        dtype = torch.promote_types(x.dtype, weight.dtype)
+        return torch.ops.talk_conv.short_forward(x.to(dtype), weight.to(dtype), left)
+    (T, _, _), K = x.shape, len(weight)
+    padded = F.pad(x, (0, 0, 0, 0, left, K - 1 - left))
+    return weigh([padded[k : k + T] for k in range(K)], weight)
+
+
+def weigh(inputs, weight):
+    """The sum of the inputs of K taps, (T, B, C) or (B, C) each, by their weights (K, C)."""
+    dtype = torch.promote_types(inputs[0].dtype, weight.dtype)
+    if dtype.itemsize == 2:
+        weight = weight.float()
+    out = inputs[0] * weight[0]
+    for k in range(1, len(weight)):
+        out = torch.addcmul(out, inputs[k], weight[k])
+    return out if out.dtype == dtype else out.to(dtype)
+
+
+@torch.library.custom_op("talk_conv::short_forward", mutates_args=())
+def _short_forward(x: torch.Tensor, weight: torch.Tensor, left: int) -> torch.Tensor:
+    return cpu_backend.short_forward(*_contiguous(x, weight), left)
+
+
+@_short_forward.register_fake
+def _(x, weight, left):
+    return _empty_like(x)
+
+
+@torch.library.custom_op("talk_conv::short_backward", mutates_args=())
+def _short_backward(
+    dout: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, left: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return cpu_backend.short_backward(*_contiguous(dout, x, weight), left)
+
+
+@_short_backward.register_fake
+def _(dout, x, weight, left):
+    return _empty_like(x), _empty_like(weight)
+
+
+def _short_context(ctx, inputs, output):
+    x, weight, ctx.left = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _short_autograd(ctx, dout):
+    return *torch.ops.talk_conv.short_backward(dout, *ctx.saved_tensors, ctx.left), None
+
+
+_short_forward.register_autograd(_short_autograd, setup_context=_short_context)

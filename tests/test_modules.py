@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from talk_fairseq import TaLKConv, TaLKConvUnit
-from talk_fairseq.modules import ShortConv
 
 
 @pytest.fixture(autouse=True)
@@ -70,18 +69,6 @@ def test_spread_offsets_begin_between_nothing_and_the_largest_window(heads):
     assert 0.017 < pairs.min() and pairs.max() < 0.89
     if heads > 1:  # both sides reach from nothing to the largest window
         assert pairs.amax(1).min() > 0.87 and pairs.amin(1).max() < 0.02
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("K", [1, 2, 3, 5])
-def test_short_conv_is_a_depthwise_convolution(K, causal):
-    conv = ShortConv(6, K, causal)
-    x = torch.randn(11, 2, 6)
-    left = K - 1 if causal else K // 2
-    padded = torch.nn.functional.pad(x.permute(1, 2, 0), (left, K - 1 - left))
-    expected = torch.nn.functional.conv1d(padded, conv.weight.t().unsqueeze(1), groups=6)
-    assert torch.allclose(conv(x), expected.permute(2, 0, 1), atol=1e-5)
-    assert (conv.weight[left] - 1).abs().mean() < 0.5  # close to the identity
 
 
 def test_a_short_conv_of_nothing_is_refused():

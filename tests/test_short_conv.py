@@ -1,0 +1,122 @@
+"""The short convolution: a literal sum over its taps in float64, forward and gradients."""
+
+import oracle
+import pytest
+import torch
+
+from talk_fairseq import cpu_backend
+from talk_fairseq.modules import ShortConv
+from talk_fairseq.operator import short_conv
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+# T, B, C: a single step, fewer steps than taps, odd sizes, several blocks of rows, many threads.
+SHAPES = [(1, 1, 1), (2, 3, 5), (31, 3, 37), (130, 2, 8), (9, 1, 600)]
+TAPS = [(1, 0), (2, 1), (2, 0), (3, 1), (7, 3), (8, 7)]
+
+
+@pytest.fixture(params=["cpu", "reference", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request, monkeypatch):
+    monkeypatch.setenv("TALK_CONV_BACKEND", request.param)
+    return "cuda" if request.param == "cuda" else "cpu"
+
+
+def expected(x, weight, left, dout):
+    """The output and the gradients of `x` and `weight`, in float64."""
+    x, weight, dout = (tensor.detach().cpu().double() for tensor in (x, weight, dout))
+    out, dx, d_weight = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(weight)
+    T = len(x)
+    for t in range(T):
+        for k in range(len(weight)):
+            j = t - left + k
+            if 0 <= j < T:
+                out[t] += weight[k] * x[j]
+                dx[j] += weight[k] * dout[t]
+                d_weight[k] += (dout[t] * x[j]).sum(0)
+    return out, dx, d_weight
+
+
+def expected_at_once(x, weight, left, dout):
+    """Likewise, by PyTorch, for long sequences."""
+    leaves = [tensor.detach().cpu().double().requires_grad_() for tensor in (x, weight)]
+    padding = (left, len(weight) - 1 - left)
+    padded = torch.nn.functional.pad(leaves[0].permute(1, 2, 0), padding)
+    out = torch.nn.functional.conv1d(padded, leaves[1].t().unsqueeze(1), groups=x.shape[2])
+    out = out.permute(2, 0, 1)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout.cpu().double())
+
+
+def check(x, weight, dout, left, by=expected):
+    """Hold the output and the gradients to `by`, and return them."""
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    out = short_conv(x, weight, left)
+    assert out.dtype == torch.promote_types(x.dtype, weight.dtype)
+    dout = dout.to(out.dtype)
+    results = out.detach(), *torch.autograd.grad(out, (x, weight), dout)
+    wants = by(x, weight, left, dout)
+    for name, result, want, like in zip(
+        ("out", "dx", "d_weight"), results, wants, (out, x, weight)
+    ):
+        assert result.dtype == like.dtype and result.shape == want.shape
+        bound = oracle.TOLERANCE[result.dtype] * (1 if name == "out" else oracle.GRADIENT_FACTOR)
+        error = oracle.worst_error(result, want)
+        assert error <= bound, f"{name} error {error:.3g} in {result.dtype}"
+    return results
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_is_the_sum_over_its_taps(device, poisoned_memory, shape, dtype):
+    for K, left in TAPS:
+        sizes = shape, (K, shape[2]), shape
+        check(*(torch.randn(*size, dtype=dtype, device=device) for size in sizes), left)
+
+
+@pytest.mark.parametrize("threads", [2, 7])
+def test_threads_change_no_bit(monkeypatch, poisoned_memory, threads):
+    x, weight, dout = torch.randn(70, 3, 37), torch.randn(7, 37), torch.randn(70, 3, 37)
+    alone = check(x, weight, dout, 3)
+    monkeypatch.setattr(cpu_backend, "_SERIAL", 1)
+    monkeypatch.setattr(cpu_backend, "_NARROW", 2)
+    torch.set_num_threads(threads)
+    try:
+        assert all(map(torch.equal, check(x, weight, dout, 3), alone))
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("x_dtype, weight_dtype", [DTYPES[1:3], DTYPES[2:0:-1], DTYPES[2:4]])
+def test_mixed_dtypes(device, x_dtype, weight_dtype):
+    x, weight = torch.randn(9, 2, 8, dtype=x_dtype), torch.randn(3, 8, dtype=weight_dtype)
+    check(x.to(device), weight.to(device), torch.randn(9, 2, 8, device=device), 1)
+
+
+def test_strided_input(device):
+    x = torch.randn(3, 16, 20, device=device).permute(2, 0, 1)[::2, :, ::2]
+    dout = torch.randn(1, 3, 8, device=device).expand(10, 3, 8)
+    check(x, torch.randn(8, 3, device=device).t(), dout, 1)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 4), (3, 0, 4)])
+def test_nothing(device, poisoned_memory, shape):
+    x, dout = (torch.randn(*shape, device=device) for _ in range(2))
+    check(x, torch.randn(3, 4, device=device), dout, 1)
+
+
+def test_registration():
+    x, weight = torch.randn(5, 2, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    torch.library.opcheck(torch.ops.talk_conv.short_forward, (x, weight, 1))
+
+
+def test_error_does_not_grow_with_length(device):
+    x, weight, dout = torch.rand(100_000, 1, 2), torch.randn(3, 2), torch.rand(100_000, 1, 2)
+    check(x.to(device), weight.to(device), dout.to(device), 1, by=expected_at_once)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("K", [1, 2, 3, 8])
+def test_the_module_begins_close_to_the_identity(K, causal):
+    conv = ShortConv(600, K, causal)
+    left = K - 1 if causal else K // 2
+    assert (conv.weight[left] - 1).abs().mean() < 0.3 and conv.weight.std(1).max() < 0.3
+    x = torch.randn(11, 2, 600)
+    assert torch.equal(conv(x), short_conv(x, conv.weight, left))
