@@ -1,4 +1,5 @@
-// The CUDA kernels of the TaLK operator, forward, backward and step by step, for every dtype.
+// The CUDA kernels of the TaLK operator, forward, backward and step by step, and of the short
+// convolution that may stand before it, for every dtype.
 //
 // One time step, one head: a window with two ends, each of which may cut a token.
 // Sizes T (time), B (batch), C (channels), H (heads), R = C / H; x is (T, B, C) and the offsets
@@ -81,6 +82,7 @@ constexpr int LANES = 8;          // threads across the channels of a row, in th
 constexpr int ROWS = 8;           // rows of a segment
 constexpr int SHORT = 3;          // windows of so many whole rows are added up directly
 constexpr int GROUP = 16;         // time steps that talk_reach sums up
+constexpr int TAPS = 8;           // of a short convolution whose gradients are summed at a time
 constexpr int MAX_THREADS = 512;
 constexpr int BACKWARD_THREADS = 448;
 
@@ -101,6 +103,8 @@ struct Problem {
     int* slots;                // (B, H, 2, 2 T): scratch of the sort
     void* entries;             // (B, H, 2 T): ends ordered by row
     int* origin;               // (ring, B): where a slot of a sequence is, or null; decoding
+    const void* weight;        // (taps, C): of the short convolution, as all that says taps
+    void* d_weight;            // (taps, C)
     double scale;              // 1 / (max_left + max_right + 1)
     int T, B, C, H, R;
     int max_left, max_right;
@@ -109,6 +113,7 @@ struct Problem {
     int lanes;                 // threads across the channels of a row, a power of two; backward
     int float32_offsets;       // beside a half x
     int ring, columns, steps;  // decoding: `sums` is (ring, columns, C), after so many time steps
+    int taps, left;            // of which so many read earlier rows
 };
 
 // ---------------------------------------------------------------------------------------- types
@@ -977,6 +982,99 @@ template <typename X, int N> __device__ void update(const Problem& p) {
     }
 }
 
+// ---------------------------------------------------------------------------- short convolutions
+
+// out[t] = weight[0] x[t - left] + ... + weight[taps - 1] x[t - left + taps - 1], and rows that do
+// not exist are left out. A thread walks `tile` rows of N channels: rows that it reads again are
+// near.
+struct Run {
+    int b, c, from, to, index;  // rows from ... to - 1; the index is of the tile and sentence
+
+    template <int N> static __device__ Run of_thread(const Problem& p) {
+        const int packs = p.C / N;
+        const long long thread = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+        const int index = static_cast<int>(thread / packs), from = index / p.B * p.tile;
+        return Run{index % p.B, static_cast<int>(thread % packs) * N, from,
+                   min(from + p.tile, p.T), index};
+    }
+};
+
+template <typename F, typename X, int N>
+__device__ inline void multiply_add(Pack<F, N>& sum, const Pack<F, N>& a, const Pack<X, N>& b) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) sum.v[n] += a.v[n] * widen(b.v[n]);
+}
+
+template <typename X, int N> __device__ void short_forward(const Problem& p) {
+    using F = typename Types<X>::Compute;
+    const Run run = Run::of_thread<N>(p);
+    const long long stride = static_cast<long long>(p.B) * p.C;
+    const long long at = static_cast<long long>(run.b) * p.C + run.c;
+    const X* x = static_cast<const X*>(p.x) + at;
+    const X* weight = static_cast<const X*>(p.weight) + run.c;
+    for (int t = run.from; t < run.to; ++t) {
+        Pack<F, N> sum = {};
+        const int end = min(p.taps, p.T - t + p.left);
+        for (int k = max(p.left - t, 0); k < end; ++k) {
+            const Pack<X, N> tap = load<X, N>(weight + static_cast<long long>(k) * p.C);
+            multiply_add(sum, widened<F>(tap), load<X, N>(x + (t - p.left + k) * stride));
+        }
+        store(static_cast<X*>(p.out) + at + t * stride, sum, static_cast<F>(1));
+    }
+}
+
+// dx[t] = sum of weight[k] dout[t + left - k], and what the run adds to d_weight: TAPS taps at a
+// time, as many as registers hold.
+template <typename X, int N> __device__ void short_backward(const Problem& p) {
+    using F = typename Types<X>::Compute;
+    const Run run = Run::of_thread<N>(p);
+    const long long stride = static_cast<long long>(p.B) * p.C;
+    const long long at = static_cast<long long>(run.b) * p.C + run.c;
+    const X* x = static_cast<const X*>(p.x) + at;
+    const X* dout = static_cast<const X*>(p.dout) + at;
+    const X* weight = static_cast<const X*>(p.weight) + run.c;
+    if (run.from >= run.to) return;
+    for (int first = 0; first < p.taps; first += TAPS) {
+        Pack<F, N> sums[TAPS] = {};
+        for (int t = run.from; t < run.to; ++t) {
+            const Pack<F, N> row = widened<F>(load<X, N>(x + t * stride));
+            Pack<F, N> dx = {};
+            const auto add_tap = [&](int k, Pack<F, N>& sum) {
+                const int from = t + p.left - k;
+                if (k >= p.taps || from < 0 || from >= p.T) return;
+                const Pack<X, N> g = load<X, N>(dout + from * stride);
+                const Pack<X, N> tap = load<X, N>(weight + static_cast<long long>(k) * p.C);
+                multiply_add(sum, row, g);
+                multiply_add(dx, widened<F>(tap), g);
+            };
+#pragma unroll
+            for (int i = 0; i < TAPS; ++i) add_tap(first + i, sums[i]);
+            if (first == 0) {
+                Pack<F, N> unused = {};
+                for (int k = TAPS; k < p.taps; ++k) add_tap(k, unused);
+                store(static_cast<X*>(p.out) + at + t * stride, dx, static_cast<F>(1));
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < TAPS; ++i)
+            if (first + i < p.taps)
+                for (int n = 0; n < N; ++n)
+                    p.totals[(static_cast<long long>(run.index) * p.taps + first + i) * p.C
+                             + run.c + n] = sums[i].v[n];
+    }
+}
+
+// d_weight: a thread adds up one number of it over all runs, in their order.
+template <typename X> __device__ void short_weights(const Problem& p) {
+    const long long numbers = static_cast<long long>(p.taps) * p.C;
+    const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (at >= numbers) return;
+    const int runs = (p.T + p.tile - 1) / p.tile * p.B;
+    double sum = 0;
+    for (int run = 0; run < runs; ++run) sum += p.totals[run * numbers + at];
+    narrow(static_cast<typename Types<X>::Compute>(sum), static_cast<X*>(p.d_weight)[at]);
+}
+
 // --------------------------------------------------------------------------------- entry points
 
 // Two blocks of so many threads share the 65,536 registers of a multiprocessor: 64 registers to a
@@ -995,13 +1093,16 @@ template <typename X, int N> __device__ void update(const Problem& p) {
     TALK_KERNEL(talk_backward, type, BACKWARD_THREADS, 2, (backward<X, backward_n>(p)))           \
     TALK_KERNEL(talk_changes, type, BACKWARD_THREADS, 1, (changes<X, backward_n>(p)))             \
     TALK_KERNEL(talk_update, type, 128, 1, (update<X, backward_n>(p)))                            \
-    TALK_KERNEL(talk_backward_walk, type, BACKWARD_THREADS, 1, (backward_walk<X, backward_n>(p)))
+    TALK_KERNEL(talk_backward_walk, type, BACKWARD_THREADS, 1, (backward_walk<X, backward_n>(p))) \
+    TALK_KERNEL(talk_short_forward, type, 128, 1, (short_forward<X, backward_n>(p)))              \
+    TALK_KERNEL(talk_short_backward, type, 128, 1, (short_backward<X, backward_n>(p)))
 #define TALK_TYPE(type, X, forward_n, backward_n)                                                 \
     TALK_WIDTH(type##_wide, X, forward_n, backward_n)                                             \
     TALK_WIDTH(type##_narrow, X, 1, 1)                                                            \
     TALK_KERNEL(talk_reach, type, 128, 1, (reach<X>(p)))                                          \
     TALK_KERNEL(talk_sort_ends, type, MAX_THREADS, 1, (sort_all_ends<X>(p)))                      \
-    TALK_KERNEL(talk_scan_chunks, type, 128, 1, (scan_chunks(p)))
+    TALK_KERNEL(talk_scan_chunks, type, 128, 1, (scan_chunks(p)))                                 \
+    TALK_KERNEL(talk_short_weights, type, 128, 1, (short_weights<X>(p)))
 
 // The host compiles one type at a time (-DTALK_ONLY -DTALK_<type>); without, all of them are.
 #if !defined(TALK_ONLY) || defined(TALK_float64)

@@ -38,15 +38,19 @@ _TILE = 256  # rows of a tile or chunk, unless memory is short
 _STAGED = 320  # rows of a forward tile with its halo: three blocks to a multiprocessor
 _MAX_STAGED = 448  # likewise for larger windows, under 64 KiB of shared memory
 
+# Of a short convolution: rows that a thread walks forward, and the most runs of rows backward,
+# as long as sentences are not shorter.
+_SHORT_TILE, _SHORT_RUNS = 8, 512
+
 # struct Problem of the kernel file.
 _POINTERS = (
     "x", "dout", "offset_left", "offset_right", "out", "d_offset_left", "d_offset_right",
     "sums", "totals", "clipped", "reach", "starts", "slots", "entries",
-    "origin",
+    "origin", "weight", "d_weight",
 )  # fmt: skip
 _SIZES = (
     "T", "B", "C", "H", "R", "max_left", "max_right", "before", "after", "tile", "lanes",
-    "float32_offsets", "ring", "columns", "steps",
+    "float32_offsets", "ring", "columns", "steps", "taps", "left",
 )  # fmt: skip
 _PROBLEM = np.dtype(
     [(name, np.uintp) for name in _POINTERS]
@@ -139,6 +143,28 @@ def update(x, offset_left, sums, origin, steps, max_left):
         return update_with(_launch, x, offset_left, sums, origin, steps, max_left)
 
 
+def short_forward(x, weight, left):
+    """The output (T, B, C) of a short convolution, in the dtype of `x` and `weight` (K, C).
+
+    Raises:
+        RuntimeError: CuPy is missing, or built for another CUDA than PyTorch.
+    """
+    _check_cupy()
+    with torch.cuda.device(x.device):
+        return short_forward_with(_launch, x, weight, left)
+
+
+def short_backward(dout, x, weight, left):
+    """Its gradients ``(dx, d_weight)``; the same bits at every run.
+
+    Raises:
+        RuntimeError: CuPy is missing, or built for another CUDA than PyTorch.
+    """
+    _check_cupy()
+    with torch.cuda.device(x.device):
+        return short_backward_with(_launch, dout, x, weight, left)
+
+
 # -------------------------------------------------------------------------------------- planning
 # What is launched follows from sizes alone. `launch(dtype, kernel, blocks, threads, shared,
 # problem)` makes one launch: on a GPU here, on the host in the tests.
@@ -191,8 +217,48 @@ def update_with(launch, x, offset_left, sums, origin, steps, max_left):
     return out
 
 
+def short_forward_with(launch, x, weight, left):
+    """`short_forward` through any `launch`."""
+    out = _empty_like(x)
+    T, B, C = x.shape
+    kernel, packs = _short_kernel("talk_short_forward", x, weight)
+    blocks = _ceil(_ceil(T, _SHORT_TILE) * B * packs, 128)
+    numbers = {"taps": len(weight), "left": left, "tile": _SHORT_TILE}
+    tensors = {"x": x, "weight": weight, "out": out}
+    _run(launch, Plan(numbers, {}, ((kernel, blocks, 128, 0),)), (T, B, C, 1, 0, 0), tensors)
+    return out
+
+
+def short_backward_with(launch, dout, x, weight, left):
+    """`short_backward` through any `launch`."""
+    dx, d_weight = _empty_like(x), _empty_like(weight)
+    T, B, C = x.shape
+    K = len(weight)
+    # Runs of rows whose gradients of the weights are added up at the end: not too many of them.
+    tile = max(4 * _SHORT_TILE, _ceil(T * B, _SHORT_RUNS))
+    runs = _ceil(T, tile) * B
+    kernel, packs = _short_kernel("talk_short_backward", x, weight, dout)
+    launches = (
+        (kernel, _ceil(runs * packs, 128), 128, 0),
+        (f"talk_short_weights_{_NAMES[x.dtype]}", _ceil(K * C, 128), 128, 0),
+    )
+    workspace = {"totals": (runs * K * C, torch.float64)}
+    plan = Plan({"taps": K, "left": left, "tile": tile}, workspace, launches)
+    tensors = {"dout": dout, "x": x, "weight": weight, "out": dx, "d_weight": d_weight}
+    _run(launch, plan, (T, B, C, 1, 0, 0), tensors)
+    return dx, d_weight
+
+
+def _short_kernel(name, x, *others):
+    """The kernel's name for these tensors, and how many threads lie across the channels."""
+    dtype, C = _NAMES[x.dtype], x.shape[2]
+    width = _BACKWARD_WIDTH[dtype]
+    wide = C % width == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in (x, *others))
+    return f"{name}_{dtype}_{'wide' if wide else 'narrow'}", C // width if wide else C
+
+
 def _run(launch, plan, sizes, tensors):
-    x, offset_left = tensors["x"], tensors["offset_left"]
+    x, offset_left = tensors["x"], tensors.get("offset_left", tensors["x"])
     for field, (count, dtype) in plan.workspace.items():
         tensors[field] = _empty(count, dtype, x.device)
     pointers = (tensors.get(field) for field in _POINTERS)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from talk_fairseq.decoding import TaLKConvState
-from talk_fairseq.operator import short_conv, talk_conv, talk_conv_update_unchecked, weigh
+from talk_fairseq.operator import short_conv, talk_conv, talk_conv_update_unchecked
 
 
 def _check_probability(name, p):
@@ -177,16 +177,20 @@ class ShortConv(nn.Module):
         """Continue a sequence: the outputs for the new steps `x` (S, B, C), and its state.
 
         Only for a causal one. `state` is None at the start and what the last call returned from
-        then on: the last inputs (left, B, C), changed in place, and the row of the oldest.
+        then on: the last K inputs (K, B, C), changed in place, and where the next one goes.
         """
-        recent, oldest = state or (x.new_zeros(self.left, *x.shape[1:]), 0)
+        K = len(self.weight)
+        recent, slot = state or (x.new_zeros(K, *x.shape[1:]), 0)
+        # Tap k is for slot (slot + 1 + k) % K: a turn of the weights, out of two after another.
+        weight = self.weight.float() if recent.dtype.itemsize == 2 else self.weight
+        turns = torch.cat([weight, weight]).unsqueeze(1)
         outs = []
         for new in x:
-            outs.append(weigh([*recent[oldest:], *recent[:oldest], new], self.weight))
-            if self.left:
-                recent[oldest] = new
-                oldest = (oldest + 1) % self.left
-        return torch.stack(outs) if outs else x, (recent, oldest)
+            recent[slot] = new
+            outs.append((recent * turns[K - 1 - slot : 2 * K - 1 - slot]).sum(0))
+            slot = (slot + 1) % K
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        return torch.stack(outs).to(dtype) if outs else x, (recent, slot)
 
 
 class TaLKConvUnit(_RetainsDropout):
@@ -289,5 +293,5 @@ class TaLKConvUnit(_RetainsDropout):
         if "state" in buffer:
             buffer["state"].reorder(new_order)
         if "short" in buffer:
-            recent, oldest = buffer["short"]
-            buffer["short"] = recent.index_select(1, new_order), oldest
+            recent, slot = buffer["short"]
+            buffer["short"] = recent.index_select(1, new_order), slot

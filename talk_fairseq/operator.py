@@ -270,8 +270,7 @@ _forward.register_autograd(_autograd, setup_context=_setup_context)
 def short_conv(x, weight, left):
     """A depthwise convolution: ``out[t] = sum(weight[k] * x[t - left + k] for k in range(K))``.
 
-    Not in the paper: see :class:`talk_fairseq.modules.ShortConv`, which has checked `left`. On the
-    CPU it is one kernel, elsewhere a pass of PyTorch for each tap.
+    Not in the paper: see :class:`talk_fairseq.modules.ShortConv`, which has checked `left`.
 
     Args:
         x: (T, B, C); zeros stand beyond its ends.
@@ -287,28 +286,21 @@ def short_conv(x, weight, left):
         padded = F.pad(x.permute(1, 2, 0), (left, K - 1 - left))
         out = F.conv1d(padded, weight.t().unsqueeze(1), groups=C).permute(2, 0, 1)
     """
-    if _backend(x) == "cpu":
-        dtype = torch.promote_types(x.dtype, weight.dtype)
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    if _backend(x) != "reference":
         return torch.ops.talk_conv.short_forward(x.to(dtype), weight.to(dtype), left)
-    (T, _, _), K = x.shape, len(weight)
-    padded = F.pad(x, (0, 0, 0, 0, left, K - 1 - left))
-    return weigh([padded[k : k + T] for k in range(K)], weight)
-
-
-def weigh(inputs, weight):
-    """The sum of the inputs of K taps, (T, B, C) or (B, C) each, by their weights (K, C)."""
-    dtype = torch.promote_types(inputs[0].dtype, weight.dtype)
+    T, K = len(x), len(weight)
     if dtype.itemsize == 2:
         weight = weight.float()
-    out = inputs[0] * weight[0]
-    for k in range(1, len(weight)):
-        out = torch.addcmul(out, inputs[k], weight[k])
-    return out if out.dtype == dtype else out.to(dtype)
+    padded = F.pad(x, (0, 0, 0, 0, left, K - 1 - left))
+    return sum(weight[k] * padded[k : k + T] for k in range(K)).to(dtype)
 
 
 @torch.library.custom_op("talk_conv::short_forward", mutates_args=())
 def _short_forward(x: torch.Tensor, weight: torch.Tensor, left: int) -> torch.Tensor:
-    return cpu_backend.short_forward(*_contiguous(x, weight), left)
+    if x.numel() == 0:
+        return _empty_like(x)
+    return _BACKENDS[x.device.type].short_forward(*_contiguous(x, weight), left)
 
 
 @_short_forward.register_fake
@@ -320,7 +312,9 @@ def _(x, weight, left):
 def _short_backward(
     dout: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, left: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return cpu_backend.short_backward(*_contiguous(dout, x, weight), left)
+    if x.numel() == 0:
+        return _empty_like(x), _empty_like(weight).zero_()
+    return _BACKENDS[x.device.type].short_backward(*_contiguous(dout, x, weight), left)
 
 
 @_short_backward.register_fake

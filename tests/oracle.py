@@ -1,4 +1,4 @@
-"""The TaLK operator as its definition says it, in float64: what every backend is held to.
+"""The operators as their definitions say them, in float64: what every backend is held to.
 
 A literal weighted sum over each window (design: ``w_j = clamp(a_r - j + 1, 0, 1) -
 clamp(a_l - j, 0, 1)``). No prefix sums, and no code shared with any backend.
@@ -122,3 +122,27 @@ def check_backward(function, dout, x, offset_left, offset_right, max_left, max_r
         bound = GRADIENT_FACTOR * TOLERANCE[got.dtype]
         error = worst_error(got, want)
         assert error <= bound, f"{name} error {error:.3g} in {got.dtype}"
+
+
+def short_conv(x, weight, dout, left):
+    """The output and the gradients ``(out, dx, d_weight)`` of a short convolution."""
+    x, weight, dout = map(_float64, (x, weight, dout))
+    out, dx, d_weight = map(np.zeros_like, (x, x, weight))
+    T, _, _ = x.shape
+    for t in range(T):
+        for k in range(len(weight)):
+            j = t - left + k
+            if 0 <= j < T:
+                out[t] += weight[k] * x[j]
+                dx[j] += weight[k] * dout[t]
+                d_weight[k] += (dout[t] * x[j]).sum(0)
+    return tuple(map(torch.from_numpy, (out, dx, d_weight)))
+
+
+def check_short_conv(results, expected):
+    """Hold ``(out, dx, d_weight)`` to those of :func:`short_conv`."""
+    for name, result, want in zip(("out", "dx", "d_weight"), results, expected):
+        assert result.shape == want.shape, name
+        bound = TOLERANCE[result.dtype] * (1 if name == "out" else GRADIENT_FACTOR)
+        error = worst_error(result, want)
+        assert error <= bound, f"{name} error {error:.3g} in {result.dtype}"

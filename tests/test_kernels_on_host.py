@@ -16,7 +16,7 @@ import tempfile
 
 import pytest
 import torch
-from oracle import check_backward, check_forward, talk_conv
+from oracle import check_backward, check_forward, check_short_conv, short_conv, talk_conv
 from test_numbers import NOT_FINITE, check_edges, check_spread, check_spread_of_gradients
 
 from talk_fairseq import cuda_backend
@@ -69,6 +69,10 @@ class Host:
 
     def update(self, *arguments):
         return cuda_backend.update_with(self.launch, *arguments)
+
+    def short_conv(self, x, weight, dout, left):
+        out = cuda_backend.short_forward_with(self.launch, x, weight, left)
+        return out, *cuda_backend.short_backward_with(self.launch, dout, x, weight, left)
 
 
 @pytest.fixture(autouse=True)
@@ -295,3 +299,22 @@ def test_misaligned_rows_take_the_scalar_path():
     host = Host()
     check(host, (dout, shifted, left, right), 7, 7)
     assert all("narrow" in name for name in host.launched)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 4), (2, 3, 8), (31, 3, 37), (75, 2, 12), (9, 1, 600)])
+@pytest.mark.parametrize("K, left", [(1, 0), (2, 0), (3, 1), (7, 3), (8, 7), (11, 5)])
+def test_short_convolutions(K, left, shape, dtype):
+    x, dout, weight = (torch.randn(*size).to(dtype) for size in (shape, shape, (K, shape[2])))
+    host = Host()
+    check_short_conv(host.short_conv(x, weight, dout, left), short_conv(x, weight, dout, left))
+    wide = shape[2] % cuda_backend._BACKWARD_WIDTH[str(dtype).removeprefix("torch.")] == 0
+    assert any("wide" in name for name in host.launched) == wide
+
+
+def test_short_convolutions_add_up_a_bounded_number_of_runs():
+    """The gradient of the weights, over more rows than runs, in any order of the threads."""
+    x, dout, weight = torch.randn(600, 50, 4) + 1, torch.randn(600, 50, 4), torch.randn(8, 4)
+    first = Host(1).short_conv(x, weight, dout, 3)
+    assert all(map(torch.equal, first, Host(2).short_conv(x, weight, dout, 3)))
+    check_short_conv(first, short_conv(x, weight, dout, 3))

@@ -11,7 +11,7 @@ from talk_fairseq.operator import short_conv
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 # T, B, C: a single step, fewer steps than taps, odd sizes, several blocks of rows, many threads.
 SHAPES = [(1, 1, 1), (2, 3, 5), (31, 3, 37), (130, 2, 8), (9, 1, 600)]
-TAPS = [(1, 0), (2, 1), (2, 0), (3, 1), (7, 3), (8, 7)]
+TAPS = [(1, 0), (2, 1), (2, 0), (3, 1), (7, 3), (8, 7), (11, 5)]
 
 
 @pytest.fixture(params=["cpu", "reference", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -20,23 +20,8 @@ def device(request, monkeypatch):
     return "cuda" if request.param == "cuda" else "cpu"
 
 
-def expected(x, weight, left, dout):
-    """The output and the gradients of `x` and `weight`, in float64."""
-    x, weight, dout = (tensor.detach().cpu().double() for tensor in (x, weight, dout))
-    out, dx, d_weight = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(weight)
-    T = len(x)
-    for t in range(T):
-        for k in range(len(weight)):
-            j = t - left + k
-            if 0 <= j < T:
-                out[t] += weight[k] * x[j]
-                dx[j] += weight[k] * dout[t]
-                d_weight[k] += (dout[t] * x[j]).sum(0)
-    return out, dx, d_weight
-
-
-def expected_at_once(x, weight, left, dout):
-    """Likewise, by PyTorch, for long sequences."""
+def expected_at_once(x, weight, dout, left):
+    """`oracle.short_conv` by PyTorch, for long sequences."""
     leaves = [tensor.detach().cpu().double().requires_grad_() for tensor in (x, weight)]
     padding = (left, len(weight) - 1 - left)
     padded = torch.nn.functional.pad(leaves[0].permute(1, 2, 0), padding)
@@ -45,21 +30,15 @@ def expected_at_once(x, weight, left, dout):
     return out.detach(), *torch.autograd.grad(out, leaves, dout.cpu().double())
 
 
-def check(x, weight, dout, left, by=expected):
-    """Hold the output and the gradients to `by`, and return them."""
+def check(x, weight, dout, left, expected=oracle.short_conv):
+    """Hold the output and the gradients to `expected`, and return them."""
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     out = short_conv(x, weight, left)
     assert out.dtype == torch.promote_types(x.dtype, weight.dtype)
     dout = dout.to(out.dtype)
     results = out.detach(), *torch.autograd.grad(out, (x, weight), dout)
-    wants = by(x, weight, left, dout)
-    for name, result, want, like in zip(
-        ("out", "dx", "d_weight"), results, wants, (out, x, weight)
-    ):
-        assert result.dtype == like.dtype and result.shape == want.shape
-        bound = oracle.TOLERANCE[result.dtype] * (1 if name == "out" else oracle.GRADIENT_FACTOR)
-        error = oracle.worst_error(result, want)
-        assert error <= bound, f"{name} error {error:.3g} in {result.dtype}"
+    assert results[1].dtype == x.dtype and results[2].dtype == weight.dtype
+    oracle.check_short_conv(results, expected(x, weight, dout, left))
     return results
 
 
@@ -109,7 +88,7 @@ def test_registration():
 
 def test_error_does_not_grow_with_length(device):
     x, weight, dout = torch.rand(100_000, 1, 2), torch.randn(3, 2), torch.rand(100_000, 1, 2)
-    check(x.to(device), weight.to(device), dout.to(device), 1, by=expected_at_once)
+    check(x.to(device), weight.to(device), dout.to(device), 1, expected_at_once)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -120,3 +99,18 @@ def test_the_module_begins_close_to_the_identity(K, causal):
     assert (conv.weight[left] - 1).abs().mean() < 0.3 and conv.weight.std(1).max() < 0.3
     x = torch.randn(11, 2, 600)
     assert torch.equal(conv(x), short_conv(x, conv.weight, left))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("K", [1, 2, 8])
+def test_steps_of_the_module(K, dtype):
+    """In any dtype, rounded once."""
+    conv, x = ShortConv(8, K, causal=True).to(dtype), torch.randn(21, 3, 8, dtype=dtype)
+    expected = oracle.short_conv(x, conv.weight, x, K - 1)[0]
+    state, outs = None, []
+    for steps in x.split([1, 0, 5, 1, 14]):
+        out, state = conv.step(steps, state)
+        outs.append(out)
+    out = torch.cat(outs)
+    assert out.dtype == dtype and oracle.worst_error(out, expected) <= oracle.TOLERANCE[dtype]
