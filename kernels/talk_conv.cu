@@ -96,20 +96,21 @@ struct Problem {
     void* d_offset_left;       // (T, B, H)
     void* d_offset_right;      // (T, B, H), or null
     void* sums;                // (T, B, C): prefix sums within a chunk; large windows, forward
-    double* totals;            // (chunks, B, C): sums of chunks, then of all the chunks before
+    double* totals;            // (chunks, B, C): sums of chunks, then of all the chunks before;
+                               // or (runs, taps, C): what each run adds to d_weight
     double* clipped;           // (chunks, B, C): windows that start at row 0; backward
     int* reach;                // (B, H, groups, 2): first and last row that a group touches
     int* starts;               // (B, H, 2 T + 2): where each bucket of ends starts
     int* slots;                // (B, H, 2, 2 T): scratch of the sort
     void* entries;             // (B, H, 2 T): ends ordered by row
     int* origin;               // (ring, B): where a slot of a sequence is, or null; decoding
-    const void* weight;        // (taps, C): of the short convolution, as all that says taps
+    const void* weight;        // (taps, C); short convolutions alone have taps
     void* d_weight;            // (taps, C)
     double scale;              // 1 / (max_left + max_right + 1)
     int T, B, C, H, R;
     int max_left, max_right;
     int before, after;         // rows of halo on either side of a tile
-    int tile;                  // rows of a tile or chunk
+    int tile;                  // rows of a tile, chunk or run
     int lanes;                 // threads across the channels of a row, a power of two; backward
     int float32_offsets;       // beside a half x
     int ring, columns, steps;  // decoding: `sums` is (ring, columns, C), after so many time steps
@@ -985,10 +986,10 @@ template <typename X, int N> __device__ void update(const Problem& p) {
 // ---------------------------------------------------------------------------- short convolutions
 
 // out[t] = weight[0] x[t - left] + ... + weight[taps - 1] x[t - left + taps - 1], and rows that do
-// not exist are left out. A thread walks `tile` rows of N channels: rows that it reads again are
-// near.
+// not exist are left out. A thread walks a run of `tile` rows of one sentence, of N channels: what
+// it reads again is in the cache still.
 struct Run {
-    int b, c, from, to, index;  // rows from ... to - 1; the index is of the tile and sentence
+    int b, c, from, to, index;  // rows from ... to - 1
 
     template <int N> static __device__ Run of_thread(const Problem& p) {
         const int packs = p.C / N;

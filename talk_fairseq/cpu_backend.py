@@ -1,7 +1,8 @@
-"""The TaLK operator on the CPU: Numba kernels that read x once and write the output once.
+"""The TaLK operator on the CPU: Numba kernels that read x once and write the output once. Below
+them those of the short convolution that may stand before it.
 
-Both kernels walk along time with a ring of float64 rows just long enough for the longest window
-in the call, so their work does not depend on the window, and float64 sums need no restarts.
+The operator's kernels walk along time with a ring of float64 rows just long enough for the longest
+window in the call, so their work does not depend on the window, and float64 sums need no restarts.
 Halves are converted to float32 around the kernel and rounded once, at the end.
 
 The work is split over Python threads (the kernels release the GIL) rather than Numba's own,
@@ -26,8 +27,8 @@ _SERIAL = 1 << 15
 _CHUNK = 1024
 # Channels of one task: wide enough for the memory's pages, small enough for the ring to stay in L2.
 _SLAB = 256
-# Of a short convolution: channels of a task at least, a line of the cache; and rows whose gradients
-# of the weights are summed in float32, before those sums are in float64.
+# Of a short convolution: the fewest channels of a task, a line of the cache; and rows whose
+# gradients of the weights are summed in float32, the sums of those in float64.
 _NARROW, _ROWS = 16, 64
 _empty = np.empty  # the tests fill it with NaN
 _NO_ORIGIN = np.empty((0, 0), np.int32)
@@ -444,9 +445,10 @@ def _short_forward_kernel(x, weight, out, left, lo, hi):
     for b in range(B):
         for t in range(T):
             target = out[t, b, lo:hi]
-            for k in range(max(left - t, 0), min(K, T - t + left)):
+            first = max(left - t, 0)
+            for k in range(first, min(K, T - t + left)):
                 row, taps = x[t - left + k, b, lo:hi], weight[k, lo:hi]
-                if k == 0 or k == left - t:
+                if k == first:
                     for c in range(hi - lo):
                         target[c] = taps[c] * row[c]
                 else:

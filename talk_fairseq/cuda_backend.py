@@ -38,9 +38,9 @@ _TILE = 256  # rows of a tile or chunk, unless memory is short
 _STAGED = 320  # rows of a forward tile with its halo: three blocks to a multiprocessor
 _MAX_STAGED = 448  # likewise for larger windows, under 64 KiB of shared memory
 
-# Of a short convolution: rows that a thread walks forward, and the most runs of rows backward,
-# as long as sentences are not shorter.
-_SHORT_TILE, _SHORT_RUNS = 8, 512
+# Rows that a thread of a short convolution walks: forward; and backward, where a run of rows adds
+# to the gradient of the weights, the fewest, and the most that are summed in float32.
+_SHORT_FORWARD, _SHORT_BACKWARD, _SHORT_MOST = 8, 32, 128
 
 # struct Problem of the kernel file.
 _POINTERS = (
@@ -181,8 +181,8 @@ class Plan(NamedTuple):
 def forward_with(launch, shared_memory, x, offset_left, offset_right, max_left, max_right):
     """`forward` through any `launch`, for blocks with up to `shared_memory` bytes."""
     out = _empty_like(x)
-    wide = _is_wide(_FORWARD_WIDTH, x, offset_left)
     sizes = (*x.shape, offset_left.shape[2], max_left, max_right)
+    wide = _is_wide(_FORWARD_WIDTH, x.shape[2] // offset_left.shape[2], x)
     plan = _plan_forward(x.dtype, wide, shared_memory, *sizes)
     tensors = {"x": x, "offset_left": offset_left, "offset_right": offset_right, "out": out}
     _run(launch, plan, sizes, tensors)
@@ -193,8 +193,8 @@ def backward_with(launch, shared_memory, dout, x, offset_left, offset_right, max
     """`backward` through any `launch`, for blocks with up to `shared_memory` bytes."""
     dx, d_left = _empty_like(x), _empty_like(offset_left)
     d_right = None if offset_right is None else _empty_like(offset_right)
-    wide = _is_wide(_BACKWARD_WIDTH, x, offset_left, dout)
     sizes = (*x.shape, offset_left.shape[2], max_left, max_right)
+    wide = _is_wide(_BACKWARD_WIDTH, x.shape[2] // offset_left.shape[2], x, dout)
     plan = _plan_backward(x.dtype, wide, shared_memory, *sizes)
     tensors = {"dout": dout, "x": x, "offset_left": offset_left, "offset_right": offset_right}
     tensors |= {"out": dx, "d_offset_left": d_left, "d_offset_right": d_right}
@@ -207,7 +207,7 @@ def update_with(launch, x, offset_left, sums, origin, steps, max_left):
     out = _empty_like(x)
     S, B, C = x.shape
     name, H = _NAMES[x.dtype], offset_left.shape[2]
-    wide = _is_wide(_BACKWARD_WIDTH, x, offset_left)
+    wide = _is_wide(_BACKWARD_WIDTH, C // H, x)
     threads = B * C // (_BACKWARD_WIDTH[name] if wide else 1)
     kernel = f"talk_update_{name}_{'wide' if wide else 'narrow'}"
     numbers = {"ring": sums.shape[0], "columns": sums.shape[1], "steps": steps}
@@ -222,8 +222,8 @@ def short_forward_with(launch, x, weight, left):
     out = _empty_like(x)
     T, B, C = x.shape
     kernel, packs = _short_kernel("talk_short_forward", x, weight)
-    blocks = _ceil(_ceil(T, _SHORT_TILE) * B * packs, 128)
-    numbers = {"taps": len(weight), "left": left, "tile": _SHORT_TILE}
+    blocks = _ceil(_ceil(T, _SHORT_FORWARD) * B * packs, 128)
+    numbers = {"taps": len(weight), "left": left, "tile": _SHORT_FORWARD}
     tensors = {"x": x, "weight": weight, "out": out}
     _run(launch, Plan(numbers, {}, ((kernel, blocks, 128, 0),)), (T, B, C, 1, 0, 0), tensors)
     return out
@@ -234,8 +234,7 @@ def short_backward_with(launch, dout, x, weight, left):
     dx, d_weight = _empty_like(x), _empty_like(weight)
     T, B, C = x.shape
     K = len(weight)
-    # Runs of rows whose gradients of the weights are added up at the end: not too many of them.
-    tile = max(4 * _SHORT_TILE, _ceil(T * B, _SHORT_RUNS))
+    tile = min(max(_SHORT_BACKWARD, _ceil(T * B, 512)), _SHORT_MOST)  # some 512 runs or more
     runs = _ceil(T, tile) * B
     kernel, packs = _short_kernel("talk_short_backward", x, weight, dout)
     launches = (
@@ -252,9 +251,9 @@ def short_backward_with(launch, dout, x, weight, left):
 def _short_kernel(name, x, *others):
     """The kernel's name for these tensors, and how many threads lie across the channels."""
     dtype, C = _NAMES[x.dtype], x.shape[2]
-    width = _BACKWARD_WIDTH[dtype]
-    wide = C % width == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in (x, *others))
-    return f"{name}_{dtype}_{'wide' if wide else 'narrow'}", C // width if wide else C
+    wide = _is_wide(_BACKWARD_WIDTH, C, x, *others)
+    width = _BACKWARD_WIDTH[dtype] if wide else 1
+    return f"{name}_{dtype}_{'wide' if wide else 'narrow'}", C // width
 
 
 def _run(launch, plan, sizes, tensors):
@@ -380,9 +379,8 @@ def _plan_backward(dtype, wide, shared_memory, T, B, C, H, max_left, max_right):
     return Plan({"tile": tile, "lanes": lanes}, workspace, launches)
 
 
-def _is_wide(widths, x, offset_left, *others):
-    """May a thread move several channels at once? Heads hold whole ones, and rows are aligned."""
-    R = x.shape[2] // offset_left.shape[2]
+def _is_wide(widths, R, x, *others):
+    """May a thread move several channels at once? R is a multiple of them, and rows are aligned."""
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (x, *others))
     return R % widths[_NAMES[x.dtype]] == 0 and aligned
 

@@ -177,8 +177,11 @@ class ShortConv(nn.Module):
         """Continue a sequence: the outputs for the new steps `x` (S, B, C), and its state.
 
         Only for a causal one. `state` is None at the start and what the last call returned from
-        then on: the last K inputs (K, B, C), changed in place, and where the next one goes.
+        then on: the last K inputs (K, B, C), changed in place where no gradients are needed, and
+        where the next one goes.
         """
+        if self.right:
+            raise ValueError(f"step: expected a causal module, got {self.right} taps to the right")
         K = len(self.weight)
         recent, slot = state or (x.new_zeros(K, *x.shape[1:]), 0)
         # Tap k is for slot (slot + 1 + k) % K: a turn of the weights, out of two after another.
@@ -186,11 +189,13 @@ class ShortConv(nn.Module):
         turns = torch.cat([weight, weight]).unsqueeze(1)
         outs = []
         for new in x:
+            if torch.is_grad_enabled():
+                recent = recent.clone()
             recent[slot] = new
             outs.append((recent * turns[K - 1 - slot : 2 * K - 1 - slot]).sum(0))
             slot = (slot + 1) % K
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
-        return torch.stack(outs).to(dtype) if outs else x, (recent, slot)
+        return (torch.stack(outs) if outs else x).to(dtype), (recent, slot)
 
 
 class TaLKConvUnit(_RetainsDropout):

@@ -270,30 +270,39 @@ _forward.register_autograd(_autograd, setup_context=_setup_context)
 def short_conv(x, weight, left):
     """A depthwise convolution: ``out[t] = sum(weight[k] * x[t - left + k] for k in range(K))``.
 
-    Not in the paper: see :class:`talk_fairseq.modules.ShortConv`, which has checked `left`.
+    Not in the paper: see :class:`talk_fairseq.modules.ShortConv`.
 
     Args:
         x: (T, B, C); zeros stand beyond its ends.
-        weight: (K, C).
+        weight: (K, C), on the same device.
         left: taps on the left of t, 0 to K - 1.
 
     Returns:
         (T, B, C) in the wider of the two dtypes; differentiable in both. Halves are computed in
         float32 and rounded once.
 
+    Raises:
+        ValueError: shapes or devices do not match, or `left` is not that of a tap.
+
     Equivalent to::
 
         padded = F.pad(x.permute(1, 2, 0), (left, K - 1 - left))
         out = F.conv1d(padded, weight.t().unsqueeze(1), groups=C).permute(2, 0, 1)
     """
+    K, C = weight.shape
+    if x.dim() != 3 or x.shape[2] != C:
+        raise ValueError(f"x: expected shape (T, B, {C}) as of weight, got {tuple(x.shape)}")
+    if x.device != weight.device:
+        raise ValueError(f"x: expected device {weight.device} as of weight, got {x.device}")
+    if not 0 <= left < K:
+        raise ValueError(f"left: expected 0 to {K - 1}, got {left}")
     dtype = torch.promote_types(x.dtype, weight.dtype)
     if _backend(x) != "reference":
         return torch.ops.talk_conv.short_forward(x.to(dtype), weight.to(dtype), left)
-    T, K = len(x), len(weight)
     if dtype.itemsize == 2:
         weight = weight.float()
     padded = F.pad(x, (0, 0, 0, 0, left, K - 1 - left))
-    return sum(weight[k] * padded[k : k + T] for k in range(K)).to(dtype)
+    return sum(weight[k] * padded[k : k + len(x)] for k in range(K)).to(dtype)
 
 
 @torch.library.custom_op("talk_conv::short_forward", mutates_args=())

@@ -309,12 +309,24 @@ def test_short_convolutions(K, left, shape, dtype):
     host = Host()
     check_short_conv(host.short_conv(x, weight, dout, left), short_conv(x, weight, dout, left))
     wide = shape[2] % cuda_backend._BACKWARD_WIDTH[str(dtype).removeprefix("torch.")] == 0
-    assert any("wide" in name for name in host.launched) == wide
+    assert sum("wide" in name for name in host.launched) == 2 * wide
 
 
-def test_short_convolutions_add_up_a_bounded_number_of_runs():
-    """The gradient of the weights, over more rows than runs, in any order of the threads."""
-    x, dout, weight = torch.randn(600, 50, 4) + 1, torch.randn(600, 50, 4), torch.randn(8, 4)
+@pytest.mark.parametrize("T", [600, 3000])
+def test_runs_of_short_convolutions(T):
+    """Over many runs, of as many rows as are summed in float32: in any order of the threads."""
+    x, dout, weight = torch.randn(T, 50, 4) + 1, torch.randn(T, 50, 4), torch.randn(8, 4)
     first = Host(1).short_conv(x, weight, dout, 3)
     assert all(map(torch.equal, first, Host(2).short_conv(x, weight, dout, 3)))
     check_short_conv(first, short_conv(x, weight, dout, 3))
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_misaligned_short_convolutions_take_the_scalar_path(which):
+    tensors = [torch.randn(33, 1, 8), torch.randn(3, 8), torch.randn(33, 1, 8)]  # x, weight, dout
+    memory = torch.empty(tensors[which].numel() + 1)
+    tensors[which] = memory[1:].view_as(tensors[which]).copy_(tensors[which])
+    host = Host()
+    check_short_conv(host.short_conv(*tensors, 1), short_conv(*tensors, 1))
+    narrow = [name for name in host.launched if "narrow" in name]
+    assert len(narrow) == (1 if which == 2 else 2)  # forward there is no dout

@@ -124,7 +124,7 @@ def test_state_follows_a_beam_search(short_kernel):
 @torch.no_grad()
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_a_copy_continues_what_the_unit_has_begun(copied):
-    unit, state = TaLKConvUnit(8, 2, 5).eval(), {}
+    unit, state = TaLKConvUnit(8, 2, 5, short_kernel=3).eval(), {}
     x = torch.randn(9, 2, 8)
     expected, _ = unit(x)
     unit(x[:6], incremental_state=state)

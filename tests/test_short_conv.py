@@ -9,7 +9,7 @@ from talk_fairseq.modules import ShortConv
 from talk_fairseq.operator import short_conv
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-# T, B, C: a single step, fewer steps than taps, odd sizes, several blocks of rows, many threads.
+# T, B, C: a single step, fewer steps than taps, odd sizes, several blocks of rows, many channels.
 SHAPES = [(1, 1, 1), (2, 3, 5), (31, 3, 37), (130, 2, 8), (9, 1, 600)]
 TAPS = [(1, 0), (2, 1), (2, 0), (3, 1), (7, 3), (8, 7), (11, 5)]
 
@@ -84,6 +84,21 @@ def test_nothing(device, poisoned_memory, shape):
 def test_registration():
     x, weight = torch.randn(5, 2, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
     torch.library.opcheck(torch.ops.talk_conv.short_forward, (x, weight, 1))
+    strided = x.detach().transpose(0, 1), weight.detach().t().clone().t()
+    torch.library.opcheck(torch.ops.talk_conv.short_forward, (*strided, 1))
+    torch.library.opcheck(torch.ops.talk_conv.short_backward, (strided[0], *strided, 1))
+
+
+def test_bad_arguments(device):
+    x, weight = torch.randn(5, 2, 4, device=device), torch.randn(3, 4, device=device)
+    for bad in (x[..., :3], x[0], x.repeat(1, 1, 3)):
+        with pytest.raises(ValueError, match=r"x: expected shape \(T, B, 4\) as of weight, got"):
+            short_conv(bad, weight, 1)
+    for left in (-1, 3):
+        with pytest.raises(ValueError, match=f"left: expected 0 to 2, got {left}"):
+            short_conv(x, weight, left)
+    with pytest.raises(ValueError, match=f"x: expected device meta as of weight, got {device}"):
+        short_conv(x, weight.to("meta"), 1)
 
 
 def test_error_does_not_grow_with_length(device):
@@ -114,3 +129,25 @@ def test_steps_of_the_module(K, dtype):
         outs.append(out)
     out = torch.cat(outs)
     assert out.dtype == dtype and oracle.worst_error(out, expected) <= oracle.TOLERANCE[dtype]
+
+
+def test_steps_have_the_gradients_of_a_full_pass():
+    conv, x, dout = ShortConv(8, 3, causal=True), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
+    state, outs = None, []
+    for steps in x.requires_grad_().split([1, 5, 3]):
+        out, state = conv.step(steps, state)
+        outs.append(out)
+    results = torch.cat(outs), *torch.autograd.grad(torch.cat(outs), (x, conv.weight), dout)
+    oracle.check_short_conv(results, oracle.short_conv(x, conv.weight, dout, 2))
+
+
+@torch.no_grad()
+def test_steps_of_mixed_dtypes():
+    conv, x = ShortConv(8, 3, causal=True), torch.randn(5, 2, 8).bfloat16()
+    (out, _), (nothing, _) = conv.step(x), conv.step(x[:0])
+    assert out.dtype == nothing.dtype == torch.float32 and torch.allclose(out, conv(x), atol=1e-5)
+
+
+def test_only_a_causal_one_can_step():
+    with pytest.raises(ValueError, match="step: expected a causal module, got 1 taps to the right"):
+        ShortConv(8, 3, causal=False).step(torch.randn(1, 1, 8))
