@@ -21,17 +21,15 @@ from whole_files import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.11", "3.12")
-# Operator, state, modules, models, published checkpoints, the commands of fairseq, and files of
+# Operators, state, modules, models, published checkpoints, the commands of fairseq, and files of
 # strangers. Left out is what takes half of the time to do more of the same.
 TESTS = ["-n", "2", "--dist", "loadfile", "-m", "not slow"]
 TESTS += ["-k", "not (500 or ensemble or fusion or generation_modes)"]
-TESTS += [
-    f"tests/test_{name}.py"
-    for name in ("operator", "decoding", "modules", "talkconv", "released", "compat", "hostile")
-]
+NAMES = "operator short_conv decoding modules talkconv released compat hostile"
+TESTS += [f"tests/test_{name}.py" for name in NAMES.split()]
 
 DESCRIPTION = """\
-Runs the fast tests of operator, modules, models, decoding, published checkpoints, fairseq's
+Runs the fast tests of operators, modules, models, decoding, published checkpoints, fairseq's
 commands and files of strangers with each supported Python (3.11, 3.12), torch and NumPy: the lowest
 version that setup.cfg allows and that of constraints.txt, which pins the rest. Each combination has
 a folder of its own with a copy of this checkout (uncommitted changes included, what git ignores

@@ -1,14 +1,14 @@
 """What only a GPU can show: streams, graphs, devices, memory, sizes beyond 2^31 elements.
 
-That the kernels are right on a GPU is in test_operator.py and test_decoding.py, with the other
-backends. Under compute-sanitizer, one tool at a time:
+That the kernels are right on a GPU is in test_operator.py, test_decoding.py and test_short_conv.py,
+with the other backends. Under compute-sanitizer, one tool at a time:
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \\
         python -m pytest tests/test_operator.py -k 'cuda and oracle'
 
-and on ``tests/test_decoding.py -k cuda``, and likewise with ``--tool racecheck``. Those tests fill
-fresh memory, so that no read of what nobody wrote would show: ``--tool initcheck`` on
-``tests/test_cuda.py -k same_bits``.
+and on ``tests/test_decoding.py tests/test_short_conv.py -k cuda``, and likewise with
+``--tool racecheck``. Those tests fill fresh memory, so that no read of what nobody wrote would
+show: ``--tool initcheck`` on ``tests/test_cuda.py -k same_bits``.
 """
 
 import statistics
