@@ -989,14 +989,16 @@ template <typename X, int N> __device__ void update(const Problem& p) {
 // not exist are left out. A thread walks a run of `tile` rows of one sentence, of N channels: what
 // it reads again is in the cache still.
 struct Run {
-    int b, c, from, to, index;  // rows from ... to - 1
+    int c, from, to, index;  // rows from ... to - 1
+    long long at;            // of channel c in a row
 
     template <int N> static __device__ Run of_thread(const Problem& p) {
         const int packs = p.C / N;
         const long long thread = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
         const int index = static_cast<int>(thread / packs), from = index / p.B * p.tile;
-        return Run{index % p.B, static_cast<int>(thread % packs) * N, from,
-                   min(from + p.tile, p.T), index};
+        const int c = static_cast<int>(thread % packs) * N;
+        return Run{c, from, min(from + p.tile, p.T), index,
+                   static_cast<long long>(index % p.B) * p.C + c};
     }
 };
 
@@ -1010,8 +1012,7 @@ template <typename X, int N> __device__ void short_forward(const Problem& p) {
     using F = typename Types<X>::Compute;
     const Run run = Run::of_thread<N>(p);
     const long long stride = static_cast<long long>(p.B) * p.C;
-    const long long at = static_cast<long long>(run.b) * p.C + run.c;
-    const X* x = static_cast<const X*>(p.x) + at;
+    const X* x = static_cast<const X*>(p.x) + run.at;
     const X* weight = static_cast<const X*>(p.weight) + run.c;
     for (int t = run.from; t < run.to; ++t) {
         Pack<F, N> sum = {};
@@ -1020,7 +1021,7 @@ template <typename X, int N> __device__ void short_forward(const Problem& p) {
             const Pack<X, N> tap = load<X, N>(weight + static_cast<long long>(k) * p.C);
             multiply_add(sum, widened<F>(tap), load<X, N>(x + (t - p.left + k) * stride));
         }
-        store(static_cast<X*>(p.out) + at + t * stride, sum, static_cast<F>(1));
+        store(static_cast<X*>(p.out) + run.at + t * stride, sum, static_cast<F>(1));
     }
 }
 
@@ -1030,9 +1031,8 @@ template <typename X, int N> __device__ void short_backward(const Problem& p) {
     using F = typename Types<X>::Compute;
     const Run run = Run::of_thread<N>(p);
     const long long stride = static_cast<long long>(p.B) * p.C;
-    const long long at = static_cast<long long>(run.b) * p.C + run.c;
-    const X* x = static_cast<const X*>(p.x) + at;
-    const X* dout = static_cast<const X*>(p.dout) + at;
+    const X* x = static_cast<const X*>(p.x) + run.at;
+    const X* dout = static_cast<const X*>(p.dout) + run.at;
     const X* weight = static_cast<const X*>(p.weight) + run.c;
     if (run.from >= run.to) return;
     for (int first = 0; first < p.taps; first += TAPS) {
@@ -1053,7 +1053,7 @@ template <typename X, int N> __device__ void short_backward(const Problem& p) {
             if (first == 0) {
                 Pack<F, N> unused = {};
                 for (int k = TAPS; k < p.taps; ++k) add_tap(k, unused);
-                store(static_cast<X*>(p.out) + at + t * stride, dx, static_cast<F>(1));
+                store(static_cast<X*>(p.out) + run.at + t * stride, dx, static_cast<F>(1));
             }
         }
 #pragma unroll

@@ -97,14 +97,20 @@ def rms_error(actual, expected):
     return (error.square().mean() / expected.square().mean()).sqrt().item()
 
 
+def _hold(name, actual, expected, factor=1):
+    """Assert that the error is within `factor` times the tolerance of the type, and return it."""
+    error = worst_error(actual, expected)
+    bound = factor * TOLERANCE[actual.dtype]
+    assert error <= bound, f"{name} error {error:.3g} in {actual.dtype}"
+    return error
+
+
 def check_forward(function, x, offset_left, offset_right, max_left, max_right):
     """Call ``function`` on the arguments and hold its output to the oracle; returns the error."""
     arguments = (offset_left, offset_right, max_left, max_right)
     out = function(x, *arguments)
     assert out.dtype == x.dtype and out.shape == x.shape
-    error = worst_error(out, talk_conv(x, *arguments))
-    assert error <= TOLERANCE[x.dtype], f"forward error {error:.3g} in {x.dtype}"
-    return error
+    return _hold("forward", out, talk_conv(x, *arguments))
 
 
 def check_backward(function, dout, x, offset_left, offset_right, max_left, max_right):
@@ -119,9 +125,7 @@ def check_backward(function, dout, x, offset_left, offset_right, max_left, max_r
             assert got is None or got.numel() == 0, f"{name} of an argument that was not given"
             continue
         assert got.dtype == given.dtype and got.shape == given.shape, name
-        bound = GRADIENT_FACTOR * TOLERANCE[got.dtype]
-        error = worst_error(got, want)
-        assert error <= bound, f"{name} error {error:.3g} in {got.dtype}"
+        _hold(name, got, want, GRADIENT_FACTOR)
 
 
 def short_conv(x, weight, dout, left):
@@ -143,6 +147,4 @@ def check_short_conv(results, expected):
     """Hold ``(out, dx, d_weight)`` to those of :func:`short_conv`."""
     for name, result, want in zip(("out", "dx", "d_weight"), results, expected):
         assert result.shape == want.shape, name
-        bound = TOLERANCE[result.dtype] * (1 if name == "out" else GRADIENT_FACTOR)
-        error = worst_error(result, want)
-        assert error <= bound, f"{name} error {error:.3g} in {result.dtype}"
+        _hold(name, result, want, 1 if name == "out" else GRADIENT_FACTOR)
