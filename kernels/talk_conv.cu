@@ -56,7 +56,8 @@
 //
 // Moderate windows: one kernel sorts the ends of its tile and halo in shared memory
 // (talk_backward); ends further away than the halo (offsets above 1) are found through
-// talk_reach and added row by row. Large windows: talk_sort_ends sorts the whole sequence,
+// talk_reach and added row by row. Large windows: the ends of the whole sequence are sorted, a
+// thread to an end (talk_count_ends, talk_start_ends, talk_place_ends, talk_rank_ends),
 // talk_changes and talk_scan_chunks give the running sum at each chunk, talk_backward_walk walks.
 //
 // The file includes nothing: NVRTC compiles it without the toolkit's headers.
@@ -81,7 +82,6 @@ __device__ inline unsigned short talk_float_to_half(float value) {
 constexpr int LANES = 8;          // threads across the channels of a row, in the forward pass
 constexpr int ROWS = 8;           // rows of a segment
 constexpr int SHORT = 3;          // windows of so many whole rows are added up directly
-constexpr int GROUP = 16;         // time steps that talk_reach sums up
 constexpr int TAPS = 8;           // of a short convolution whose gradients are summed at a time
 constexpr int MAX_THREADS = 512;
 constexpr int BACKWARD_THREADS = 448;
@@ -99,8 +99,9 @@ struct Problem {
     double* totals;            // (chunks, B, C): sums of chunks, then of all the chunks before;
                                // or (runs, taps, C): what each run adds to d_weight
     double* clipped;           // (chunks, B, C): windows that start at row 0; backward
-    int* reach;                // (B, H, groups, 2): first and last row that a group touches
-    int* starts;               // (B, H, 2 T + 2): where each bucket of ends starts
+    int* reach;                // (tiles, B, H, 2): how far before and after what a tile stages
+                               // there are time steps that touch it; 0 at first; backward
+    int* starts;               // (B, H, 2 T + 2): where each bucket of ends starts; 0 at first
     int* slots;                // (B, H, 2, 2 T): scratch of the sort
     void* entries;             // (B, H, 2 T): ends ordered by row
     int* origin;               // (ring, B): where a slot of a sequence is, or null; decoding
@@ -458,12 +459,22 @@ __device__ inline void scan_chunks(const Problem& p) {
     const int chunks = (p.T + p.tile - 1) / p.tile;
     if (at >= stride) return;
     double sum = 0;
-    if (p.clipped)
+    if (p.clipped) {
+#pragma unroll 16
         for (int chunk = 0; chunk < chunks; ++chunk) sum += p.clipped[chunk * stride + at];
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-        const double total = p.totals[chunk * stride + at];
-        p.totals[chunk * stride + at] = sum;
-        sum += total;
+    }
+    constexpr int BATCH = 16;  // loads that are under way together: there are few threads
+    for (int first = 0; first < chunks; first += BATCH) {
+        double totals[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+            if (first + i < chunks) totals[i] = p.totals[(first + i) * stride + at];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+            if (first + i < chunks) {
+                p.totals[(first + i) * stride + at] = sum;
+                sum += totals[i];
+            }
     }
 }
 
@@ -526,63 +537,93 @@ template <typename F> struct Entry {
 // Within a bucket they are ordered by t. `starts` has 2 * rows + 2 numbers.
 template <typename F> struct Ends {
     int row0, rows;
+    bool drop_first_row;  // leave out windows that start at row0 or before it
     int* starts;
     Entry<F>* entries;
 
     // The bucket of one side of a window, or -1 if that end does not matter here. A window that
     // starts before the rows enters at the first of them, and one that ends after never leaves.
-    __device__ int bucket(const Window<F>& w, bool right, bool drop_first_row) const {
+    __device__ int bucket(const Window<F>& w, bool right) const {
         if (w.hi + 1 < row0 || w.lo > row0 + rows) return -1;
         if (right) return w.hi + 1 < row0 + rows ? rows + 1 + w.hi + 1 - row0 : -1;
         return drop_first_row && w.lo <= row0 ? -1 : max(w.lo - row0, 0);
     }
 };
 
-// A stable counting sort by all threads of a block, with a barrier still to come at its end.
-// `window(i)` is that of time step t = i, for i < count; `slots` is scratch for 4 * count numbers.
-template <typename F, typename Windows>
-__device__ void sort_ends(const Ends<F>& ends, int count, int* slots, bool drop_first_row,
-                          const Windows& window) {
-    const int buckets = 2 * ends.rows + 1;
+// Counts to starts: each number becomes the sum of those before it. By all threads of a block, with
+// scratch for a number of each warp.
+template <int ITEMS> __device__ void counts_to_starts(int* counts, int size, int* warps) {
+    const int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int sum = 0;
+    for (int begin = 0; begin < size; begin += ITEMS * blockDim.x) {
+        const int first = begin + ITEMS * threadIdx.x;
+        int own[ITEMS], total = 0;
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            own[i] = first + i < size ? counts[first + i] : 0;
+            total += own[i];
+        }
+        int inclusive = total;
+        for (int step = 1; step < 32; step *= 2) {
+            const int other = __shfl_up_sync(0xffffffffu, inclusive, step);
+            if (thread >= step) inclusive += other;
+        }
+        if (thread == 31) warps[warp] = inclusive;
+        __syncthreads();
+        int start = sum + inclusive - total;
+        for (int w = 0; w < blockDim.x / 32; ++w) {
+            if (w < warp) start += warps[w];
+            sum += warps[w];
+        }
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (first + i < size) counts[first + i] = start;
+            start += own[i];
+        }
+        __syncthreads();
+    }
+}
+
+// A stable counting sort of the ends of `count` time steps: those of the left, then those of the
+// right. Each step is taken for all ends before the next, and counts_to_starts after the first.
+// `w` is the window of end i; `slots` is scratch for 4 * count numbers, and `starts` is 0 at first.
+enum class Step { COUNT, PLACE, RANK };
+
+template <Step step, typename F>
+__device__ void sort_end(const Ends<F>& ends, const Window<F>& w, int i, int count, int* slots) {
+    const bool right = i >= count;
+    const int bucket = ends.bucket(w, right);
     int* starts = ends.starts;
     int* unordered = slots + 2 * count;
-    for (int i = threadIdx.x; i <= buckets; i += blockDim.x) starts[i] = 0;
-    __syncthreads();
-    for (int i = threadIdx.x; i < 2 * count; i += blockDim.x) {
-        const bool right = i >= count;
-        const int bucket = ends.bucket(window(right ? i - count : i), right, drop_first_row);
-        if (bucket >= 0) slots[i] = atomicAdd(&starts[bucket], 1);
-    }
-    __syncthreads();
-    if (threadIdx.x < 32) {  // counts to starts
-        int sum = 0;
-        for (int i = threadIdx.x; i - static_cast<int>(threadIdx.x) <= buckets; i += 32) {
-            const int own = i <= buckets ? starts[i] : 0;
-            int inclusive = own;
-            for (int step = 1; step < 32; step *= 2) {
-                const int other = __shfl_up_sync(0xffffffffu, inclusive, step);
-                if (threadIdx.x >= step) inclusive += other;
-            }
-            if (i <= buckets) starts[i] = sum + inclusive - own;
-            sum += __shfl_sync(0xffffffffu, inclusive, 31);
-        }
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < 2 * count; i += blockDim.x) {
-        const bool right = i >= count;
-        const int bucket = ends.bucket(window(right ? i - count : i), right, drop_first_row);
-        if (bucket >= 0) unordered[starts[bucket] + slots[i]] = i;
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < 2 * count; i += blockDim.x) {
-        const bool right = i >= count;
-        const Window<F> w = window(right ? i - count : i);
-        const int bucket = ends.bucket(w, right, drop_first_row);
-        if (bucket < 0) continue;
+    if (bucket < 0) return;
+    if (step == Step::COUNT) slots[i] = atomicAdd(&starts[bucket], 1);
+    if (step == Step::PLACE) unordered[starts[bucket] + slots[i]] = i;
+    if (step == Step::RANK) {
         int rank = starts[bucket];
         for (int k = starts[bucket]; k < starts[bucket + 1]; ++k) rank += unordered[k] < i;
         ends.entries[rank] = Entry<F>{right ? i - count : i, right ? w.right : w.left};
     }
+}
+
+template <Step step, typename F>
+__device__ void sort_step(const Ends<F>& ends, const Window<F>* windows, int count, int* slots) {
+    for (int i = threadIdx.x; i < 2 * count; i += blockDim.x)
+        sort_end<step>(ends, windows[i < count ? i : i - count], i, count, slots);
+}
+
+// All of it by one block, with a barrier still to come at its end.
+template <typename F>
+__device__ void sort_ends(const Ends<F>& ends, const Window<F>* windows, int count, int* slots,
+                          int* warps) {
+    const int size = 2 * ends.rows + 2;
+    for (int i = threadIdx.x; i < size; i += blockDim.x) ends.starts[i] = 0;
+    __syncthreads();
+    sort_step<Step::COUNT>(ends, windows, count, slots);
+    __syncthreads();
+    counts_to_starts<2>(ends.starts, size, warps);
+    sort_step<Step::PLACE>(ends, windows, count, slots);
+    __syncthreads();
+    sort_step<Step::RANK>(ends, windows, count, slots);
 }
 
 // dout[t] of a thread's channels, from shared or from global memory.
@@ -706,22 +747,23 @@ __device__ void store_offset_gradients(const Problem& p, const Place& place, con
     }
 }
 
-// Moderate windows, before talk_backward where there is more than one tile: the first and the last
-// row that any window of a group of time steps touches.
+// Moderate windows, before talk_backward where there is more than one tile: a thread tells the tiles
+// that a window touches, and that do not stage its time step, how far away that is.
 template <typename X> __device__ void reach(const Problem& p) {
     using F = typename Types<X>::Compute;
     const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
-    const int heads = p.B * p.H, head = at % heads, groups = (p.T + GROUP - 1) / GROUP;
-    const long long group = at / heads;
-    if (group >= groups) return;
-    int lo = p.T, hi = -1;
-    for (int t = group * GROUP; t < min(static_cast<int>(group + 1) * GROUP, p.T); ++t) {
-        const Window<F> w = window_of<X, F>(p, t, head / p.H, head % p.H);
-        lo = min(lo, w.lo - (w.left != 0));
-        hi = max(hi, w.hi + (w.right != 0));
+    const int heads = p.B * p.H, head = at % heads;
+    if (at / heads >= p.T) return;
+    const int t = at / heads;
+    const Window<F> w = window_of<X, F>(p, t, head / p.H, head % p.H);
+    const int lo = w.lo - (w.left != 0), hi = w.hi + (w.right != 0);
+    for (int tile = lo / p.tile; tile <= hi / p.tile; ++tile) {
+        const int t0 = tile * p.tile, first = max(t0 - p.before, 0);
+        const int last = min(min(t0 + p.tile, p.T) + p.after, p.T);
+        int* both = p.reach + (static_cast<long long>(tile) * heads + head) * 2;
+        if (t < first) atomicMax(&both[0], first - t);
+        if (t >= last) atomicMax(&both[1], t + 1 - last);
     }
-    int* both = p.reach + (static_cast<long long>(head) * groups + group) * 2;
-    both[0] = lo, both[1] = hi;
 }
 
 // What time steps that are not staged add to a row: those with offsets far above 1. Slow and rare.
@@ -772,13 +814,14 @@ template <typename X, int N> __device__ void backward(const Problem& p) {
     F* dots = shared.take<F>(2 * p.tile);
     int* starts = shared.take<int>(2 * p.tile + 2);
     int* slots = shared.take<int>(4 * capacity);
-    int* far = shared.take<int>(2);
-    const Ends<F> ends{t0, tile, starts, entries};
+    int* sort_warps = shared.take<int>(blockDim.x / 32);
+    const Ends<F> ends{t0, tile, false, starts, entries};
+    const int* far = p.reach;
+    if (far) far += ((static_cast<long long>(place.tile) * p.B + place.b) * p.H + place.h) * 2;
 
     for (int i = threadIdx.x; i < staged; i += blockDim.x)
         windows[i] = window_of<X, F>(p, first + i, place.b, place.h);
     for (int i = threadIdx.x; i < 2 * tile; i += blockDim.x) dots[i] = 0;
-    if (threadIdx.x == 0) far[0] = first, far[1] = first + staged;
     for (int c = lane * N; c - lane * N < p.R; c += lanes * N) {
         const bool active = c < p.R;
         const X* dout = static_cast<const X*>(p.dout) + head + c;
@@ -788,25 +831,16 @@ template <typename X, int N> __device__ void backward(const Problem& p) {
             if (active) row = load<X, N>(dout + (first + i) * stride);
             rows[i * lanes + lane] = row;
         }
-        if (c == lane * N) {  // once for all the channels of the head
-            sort_ends(ends, staged, slots, false, [=](int i) { return windows[i]; });
-            const long long groups = (p.T + GROUP - 1) / GROUP;
-            const int* touched = p.reach + (place.b * p.H + place.h) * groups * 2;
-            for (int g = threadIdx.x; p.reach && g < groups; g += blockDim.x) {
-                const int t = g * GROUP;
-                if (t < first && touched[2 * g + 1] >= t0) atomicMin(&far[0], t);
-                if (t >= first + staged && touched[2 * g] < t0 + tile)
-                    atomicMax(&far[1], min(t + GROUP, p.T));
-            }
-        }
+        if (c == lane * N)  // once for all the channels of the head
+            sort_ends(ends, windows, staged, slots, sort_warps);
         __syncthreads();
 
         const SharedRows<X, N> staged_rows{rows + lane, lanes};
         const int from = min(segment * ROWS, tile), to = min(from + ROWS, tile);
         const Pack<double, N> sum = sum_of_earlier_segments(
             change<S, N>(ends, staged_rows, from, to), lanes, warps);
-        const FarRows<X, N> far_rows{p, place, dout, active, t0, far[0],
-                                        first, first + staged, far[1]};
+        const FarRows<X, N> far_rows{p, place, dout, active, t0, first - (far ? far[0] : 0),
+                                     first, first + staged, first + staged + (far ? far[1] : 0)};
         X* dx = static_cast<X*>(p.out) + head + c;
         const auto store_row = [=](int row, const Pack<F, N>& value) {
             if (active) store(dx + (t0 + row) * stride, value, scale_of_sums<X>(p));
@@ -819,21 +853,27 @@ template <typename X, int N> __device__ void backward(const Problem& p) {
     store_offset_gradients<X>(p, place, dots, windows + t0 - first, t0, tile);
 }
 
-// Large windows, step 1: the ends of a whole sequence, sorted. A block takes one head of one
-// sentence. Windows that start at row 0 are left out: talk_changes adds them up.
-template <typename F> __device__ Ends<F> ends_of_head(const Problem& p, const Place& place) {
-    const long long head = static_cast<long long>(place.b) * p.H + place.h;
-    return Ends<F>{0, p.T, p.starts + head * (2LL * p.T + 2),
+// Large windows, step 1: the ends of whole sequences, sorted, a thread to an end; and between the
+// first two kernels a block for each head of each sentence. Windows that start at row 0 are left
+// out: talk_changes adds them up.
+template <typename F> __device__ Ends<F> ends_of_head(const Problem& p, long long head) {
+    return Ends<F>{0, p.T, true, p.starts + head * (2LL * p.T + 2),
                    static_cast<Entry<F>*>(p.entries) + head * (2LL * p.T)};
 }
 
-template <typename X> __device__ void sort_all_ends(const Problem& p) {
+template <typename X, Step step> __device__ void sort_all_ends(const Problem& p) {
     using F = typename Types<X>::Compute;
-    const Place place = place_of_block(p, 1);
-    int* slots = p.slots + (static_cast<long long>(place.b) * p.H + place.h) * (4LL * p.T);
-    sort_ends(ends_of_head<F>(p, place), p.T, slots, true, [&](int t) {
-        return window_of<X, F>(p, t, place.b, place.h);
-    });
+    const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const long long head = at / (2LL * p.T);
+    if (head >= static_cast<long long>(p.B) * p.H) return;
+    const int i = at % (2LL * p.T), t = i < p.T ? i : i - p.T;
+    const Window<F> w = window_of<X, F>(p, t, head / p.H, head % p.H);
+    sort_end<step>(ends_of_head<F>(p, head), w, i, p.T, p.slots + head * (4LL * p.T));
+}
+
+__device__ inline void start_ends(const Problem& p) {
+    int* warps = shared_memory().take<int>(blockDim.x / 32);
+    counts_to_starts<8>(p.starts + blockIdx.x * (2LL * p.T + 2), 2 * p.T + 2, warps);
 }
 
 // Large windows, step 2: by how much the running sum changes over each chunk of rows, and the sum
@@ -845,7 +885,7 @@ template <typename X, int N> __device__ void changes(const Problem& p) {
     const Place place = place_of_block(p, 1);
     const int from = min(place.tile * p.tile + segment * ROWS, p.T), to = min(from + ROWS, p.T);
     const long long stride = static_cast<long long>(p.B) * p.C;
-    const Ends<F> ends = ends_of_head<F>(p, place);
+    const Ends<F> ends = ends_of_head<F>(p, static_cast<long long>(place.b) * p.H + place.h);
     Shared shared = shared_memory();
     Pack<double, N>* warps = shared.take<Pack<double, N>>(blockDim.x / 32 * lanes);
 
@@ -883,7 +923,7 @@ template <typename X, int N> __device__ void backward_walk(const Problem& p) {
     const int t0 = place.tile * p.tile, tile = min(p.tile, p.T - t0);
     const int from = min(t0 + segment * ROWS, t0 + tile), to = min(from + ROWS, t0 + tile);
     const long long stride = static_cast<long long>(p.B) * p.C;
-    const Ends<F> ends = ends_of_head<F>(p, place);
+    const Ends<F> ends = ends_of_head<F>(p, static_cast<long long>(place.b) * p.H + place.h);
     Shared shared = shared_memory();
     Pack<double, N>* warps = shared.take<Pack<double, N>>(blockDim.x / 32 * lanes);
     Window<F>* windows = shared.take<Window<F>>(p.tile);
@@ -1072,6 +1112,7 @@ template <typename X> __device__ void short_weights(const Problem& p) {
     if (at >= numbers) return;
     const int runs = (p.T + p.tile - 1) / p.tile * p.B;
     double sum = 0;
+#pragma unroll 16
     for (int run = 0; run < runs; ++run) sum += p.totals[run * numbers + at];
     narrow(static_cast<typename Types<X>::Compute>(sum), static_cast<X*>(p.d_weight)[at]);
 }
@@ -1101,7 +1142,10 @@ template <typename X> __device__ void short_weights(const Problem& p) {
     TALK_WIDTH(type##_wide, X, forward_n, backward_n)                                             \
     TALK_WIDTH(type##_narrow, X, 1, 1)                                                            \
     TALK_KERNEL(talk_reach, type, 128, 1, (reach<X>(p)))                                          \
-    TALK_KERNEL(talk_sort_ends, type, MAX_THREADS, 1, (sort_all_ends<X>(p)))                      \
+    TALK_KERNEL(talk_count_ends, type, 128, 1, (sort_all_ends<X, Step::COUNT>(p)))                \
+    TALK_KERNEL(talk_start_ends, type, MAX_THREADS, 1, (start_ends(p)))                           \
+    TALK_KERNEL(talk_place_ends, type, 128, 1, (sort_all_ends<X, Step::PLACE>(p)))                \
+    TALK_KERNEL(talk_rank_ends, type, 128, 1, (sort_all_ends<X, Step::RANK>(p)))                  \
     TALK_KERNEL(talk_scan_chunks, type, 128, 1, (scan_chunks(p)))                                 \
     TALK_KERNEL(talk_short_weights, type, 128, 1, (short_weights<X>(p)))
 

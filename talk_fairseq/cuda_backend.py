@@ -31,7 +31,6 @@ _FORWARD_WIDTH = {"float64": 2, "float32": 2, "float16": 4, "bfloat16": 4}
 _BACKWARD_WIDTH = {"float64": 2, "float32": 4, "float16": 4, "bfloat16": 4}
 _LANES = 8
 _ROWS = 8
-_GROUP = 16
 _BACKWARD_THREADS = 448
 
 _TILE = 256  # rows of a tile or chunk, unless memory is short
@@ -48,6 +47,7 @@ _POINTERS = (
     "sums", "totals", "clipped", "reach", "starts", "slots", "entries",
     "origin", "weight", "d_weight",
 )  # fmt: skip
+_COUNTERS = ("reach", "starts")  # 0 at first; the other workspace holds anything
 _SIZES = (
     "T", "B", "C", "H", "R", "max_left", "max_right", "before", "after", "tile", "lanes",
     "float32_offsets", "ring", "columns", "steps", "taps", "left",
@@ -259,7 +259,8 @@ def _short_kernel(name, x, *others):
 def _run(launch, plan, sizes, tensors):
     x, offset_left = tensors["x"], tensors.get("offset_left", tensors["x"])
     for field, (count, dtype) in plan.workspace.items():
-        tensors[field] = _empty(count, dtype, x.device)
+        make = torch.zeros if field in _COUNTERS else _empty
+        tensors[field] = make(count, dtype=dtype, device=x.device)
     pointers = (tensors.get(field) for field in _POINTERS)
     T, B, C, H, max_left, max_right = sizes
     numbers = {"T": T, "B": B, "C": C, "H": H, "R": C // H}
@@ -332,9 +333,9 @@ def _plan_backward(dtype, wide, shared_memory, T, B, C, H, max_left, max_right):
         return shared_bytes(tile, staged, _BACKWARD_THREADS) <= memory
 
     # One kernel, as long as a tile and its halo fit: twice on a multiprocessor if possible.
-    before, after = (_ceil(_halo(size), _GROUP) * _GROUP for size in (max_right, max_left))
-    most = min(_TILE, _BACKWARD_THREADS // lanes * _ROWS // _GROUP * _GROUP)
-    tiles = range(most, 63, -_GROUP)
+    before, after = _halo(max_right), _halo(max_left)
+    most = min(_TILE, _BACKWARD_THREADS // lanes * _ROWS)
+    tiles = range(most, 63, -16)
     tile = next(
         (
             tile
@@ -354,9 +355,9 @@ def _plan_backward(dtype, wide, shared_memory, T, B, C, H, max_left, max_right):
         launch = (f"talk_backward_{kernel}", heads * _ceil(T, tile), threads, shared)
         if tile == T:
             return Plan(sizes, {}, (launch,))
-        reach = heads * _ceil(T, _GROUP)
-        workspace = {"reach": (2 * reach, torch.int32)}
-        return Plan(sizes, workspace, ((f"talk_reach_{name}", _ceil(reach, 128), 128, 0), launch))
+        workspace = {"reach": (2 * heads * _ceil(T, tile), torch.int32)}
+        reach = (f"talk_reach_{name}", _ceil(heads * T, 128), 128, 0)
+        return Plan(sizes, workspace, (reach, launch))
 
     tile = min(_TILE, _BACKWARD_THREADS // lanes * _ROWS)
     chunks = _ceil(T, tile)
@@ -370,8 +371,12 @@ def _plan_backward(dtype, wide, shared_memory, T, B, C, H, max_left, max_right):
         "slots": (heads * 4 * T, torch.int32),
         "entries": (heads * 2 * T * number // 4, torch.float64),
     }
+    ends = _ceil(heads * 2 * T, 128)  # blocks
     launches = (
-        (f"talk_sort_ends_{name}", heads, min(512, _whole_warps(T)), 0),
+        (f"talk_count_ends_{name}", ends, 128, 0),
+        (f"talk_start_ends_{name}", heads, 512, _bytes(512 // 32 * 4)),
+        (f"talk_place_ends_{name}", ends, 128, 0),
+        (f"talk_rank_ends_{name}", ends, 128, 0),
         (f"talk_changes_{kernel}", heads * chunks, threads, _bytes(warps)),
         (f"talk_scan_chunks_{name}", _ceil(B * C, 128), 128, 0),
         (f"talk_backward_walk_{kernel}", heads * chunks, threads, shared),

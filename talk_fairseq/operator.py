@@ -4,7 +4,6 @@ import os
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from talk_fairseq import cpu_backend, cuda_backend
 from talk_fairseq.decoding import TaLKConvState
@@ -301,7 +300,8 @@ def short_conv(x, weight, left):
         return torch.ops.talk_conv.short_forward(x.to(dtype), weight.to(dtype), left)
     if dtype.itemsize == 2:
         weight = weight.float()
-    padded = F.pad(x, (0, 0, 0, 0, left, K - 1 - left))
+    beyond = x.new_zeros(K - 1, *x.shape[1:])
+    padded = torch.cat((beyond[:left], x, beyond[left:]))  # F.pad of torch 2.6 takes no empty batch
     return sum(weight[k] * padded[k : k + len(x)] for k in range(K)).to(dtype)
 
 

@@ -112,7 +112,7 @@ def test_python_and_cuda_agree():
     library().problem_bytes.restype = ctypes.c_size_t
     assert library().problem_bytes() == cuda_backend._PROBLEM.itemsize
     source = cuda_backend.source_path().read_text()
-    for name in ("LANES", "ROWS", "GROUP", "BACKWARD_THREADS"):
+    for name in ("LANES", "ROWS", "BACKWARD_THREADS"):
         number = int(re.search(rf"constexpr int {name} = (\d+);", source)[1])
         assert number == getattr(cuda_backend, f"_{name}"), name
 
@@ -156,6 +156,13 @@ def test_windows_too_large_for_shared_memory(T, causal, dtype):
 @pytest.mark.parametrize("R", [1, 3, 64, 200])
 def test_large_windows_and_channels_of_a_head(R):
     check(Host(shared_memory=0), example(240, 1, 2, R), 20, 20)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_large_windows_of_long_sequences(causal):
+    """More chunks than are loaded at a time, and more ends than a block counts in one turn."""
+    arguments = example(4400, 1, 1, 2, causal=causal)
+    check(Host(), arguments, 3000, 0 if causal else 2000)
 
 
 @pytest.mark.parametrize("T", [35, 460])
