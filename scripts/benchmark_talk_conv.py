@@ -10,7 +10,8 @@ second, forward and forward + backward, achieved bandwidth as a share of that of
 the same turns, and peak memory. Bandwidth counts what has to move: x and the offsets read and the
 output written forward; its gradient, x and the offsets read and their gradients written backward.
 TaLK's backward pass is measured alone, too, each time from the same forward pass. Offsets, queries
-and kernels are given, as in the paper.
+and kernels are given, as in the paper. At the end it says which goals of the project this machine
+meets, of those that were measured: shares of a copy and ratios to peers on a GPU or on a CPU.
 
 Writes a table, PREFIX.json (after each length, dtype and mode, so an interrupted run loses no
 other) and PREFIX.png.
@@ -26,8 +27,10 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +42,9 @@ from whole_files import write_whole
 
 from talk_fairseq import talk_conv, talk_conv_reference
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or every profile of torch 2.13 logs two lines
+
+SIZES = (10, 1024, 16)  # B, C and H of the paper; the goals are for them
 WINDOW = 31  # largest window to either side
 MODES = ("forward", "forward+backward", "backward")
 GRAPH = "TaLK, CUDA graph"
@@ -395,6 +401,93 @@ def print_table(title, results):
     sys.stdout.flush()
 
 
+# --- The goals ---
+
+
+class Goal(NamedTuple):
+    """``value(row of TaLK, row of the peer)`` is to be at least, or at most, `bound`."""
+
+    what: str
+    peer: str
+    value: Callable
+    bound: float
+    mode: str = "forward"
+    lengths: tuple = (1000, 10_000, 100_000)
+    dtypes: tuple = ("float32", "bfloat16")
+    at_most: bool = False
+
+
+def bandwidth(talk, copy):
+    """As a share of the copy's."""
+    return talk["bytes"] / talk["seconds"] / (copy["bytes"] / copy["seconds"])
+
+
+def times_faster(talk, peer):
+    return peer["seconds"] / talk["seconds"]
+
+
+def times_slower(talk, peer):
+    return talk["seconds"] / peer["seconds"]
+
+
+def a_second(talk, peer):
+    return 1 / peer["seconds"]
+
+
+def peak(talk, copy):
+    """What is held at the peak of a forward pass, over x, the offsets and the output."""
+    inputs = talk["bytes"] - copy["bytes"] / 2
+    return (inputs + talk["memory"]) / talk["bytes"]
+
+
+SDPA, PUBLISHED = "scaled_dot_product_attention", "published TaLK method"
+GOALS = {
+    "cuda": (
+        Goal("of a copy's bandwidth", "copy", bandwidth, 0.85),
+        Goal("of a copy's bandwidth", "copy", bandwidth, 0.7, "backward"),
+        Goal("times the published method", PUBLISHED, times_faster, 2, lengths=(10, 100)),
+        Goal("replays of a CUDA graph a second", GRAPH, a_second, 1e5, lengths=(10, 100)),
+        Goal("times attention", SDPA, times_faster, 8, lengths=(1000,), dtypes=("bfloat16",)),
+        Goal("times attention", SDPA, times_faster, 70, lengths=(10_000,), dtypes=("bfloat16",)),
+        Goal("times the published method", PUBLISHED, times_faster, 10, "forward+backward",
+             (10_000,)),
+        Goal("of x, offsets and output at the peak", "copy", peak, 1.05, at_most=True),
+    ),
+    "cpu": (
+        Goal("of a copy's time", "copy", times_slower, 1.5, "forward", (1000,), ("float32",), True),
+        Goal("times attention", SDPA, times_faster, 12, "forward+backward", (1000,), ("float32",)),
+    ),
+}  # fmt: skip
+
+
+def goals_of(cells, device):
+    """[{"goal": …, "met": …, "value": …}], or with the value None and the "error" that was why."""
+    found = []
+    for goal, cell in itertools.product(GOALS[device], cells):
+        T, dtype, mode, results = (cell[key] for key in ("T", "dtype", "mode", "results"))
+        if mode != goal.mode or T not in goal.lengths or dtype not in goal.dtypes:
+            continue
+        bound = f"at {'most' if goal.at_most else 'least'} {goal.bound:,}"
+        record = {"goal": f"T={T:,}, {dtype}, {mode}: {bound} {goal.what}", "met": False}
+        talk, peer = rows = [results.get(name, {}) for name in ("TaLK", goal.peer)]
+        if all("seconds" in row for row in rows):
+            value = record["value"] = goal.value(talk, peer)
+            record["met"] = value <= goal.bound if goal.at_most else value >= goal.bound
+        else:
+            errors = [row["error"] for row in rows if "error" in row]
+            record |= {"value": None, "error": errors[0] if errors else "left out"}
+        found.append(record)
+    return found
+
+
+def print_goals(goals):
+    """A line each."""
+    print(f"\n{sum(goal['met'] for goal in goals)} of {len(goals)} goals are met:")
+    for goal in goals:
+        value = goal["error"] if goal["value"] is None else f"{goal['value']:,.2f}"
+        print(f"  {'met' if goal['met'] else 'MISSED':6} {value:>12}  {goal['goal']}")
+
+
 def plot(cells, path):
     """Iterations a second and peak memory over the length, log-log; one row of plots a dtype."""
     import matplotlib
@@ -441,9 +534,9 @@ def main(arguments=None):
     integers = partial(lambda text: [int(word) for word in text.split(",")])
     parser.add_argument("--lengths", type=integers, default=[10, 100, 1000, 10_000, 100_000])
     parser.add_argument("--dtypes", default="float32,bfloat16", help="(float32,bfloat16)")
-    parser.add_argument("--batch", type=int, default=10, help="B (10)")
-    parser.add_argument("--channels", type=int, default=1024, help="C (1024)")
-    parser.add_argument("--heads", type=int, default=16, help="H (16)")
+    parser.add_argument("--batch", type=int, default=SIZES[0], help="B (10)")
+    parser.add_argument("--channels", type=int, default=SIZES[1], help="C (1024)")
+    parser.add_argument("--heads", type=int, default=SIZES[2], help="H (16)")
     parser.add_argument("--only", default="", metavar="TEXT", help="peers with this in their name")
     parser.add_argument("--turns", type=int, default=7, help="turns the medians are of (7)")
     parser.add_argument("--limit", type=float, default=5, help="seconds an iteration may take (5)")
@@ -488,6 +581,11 @@ def main(arguments=None):
     if not cells:
         raise SystemExit("nothing was measured")
     plot(cells, png_path)
+    goals = goals_of(cells, args.device) if (args.batch, args.channels, args.heads) == SIZES else []
+    if goals:
+        record["goals"] = goals
+        write_whole(json_path, json.dumps(record, indent=1) + "\n")
+        print_goals(goals)
     print(f"\nwritten: {json_path} and {png_path}")
 
 

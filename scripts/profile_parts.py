@@ -1,9 +1,12 @@
 """Where the time of a model goes, by its parts: PyTorch's profiler, added up."""
 
 import contextlib
+import os
 import sys
 
 import torch
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or every profile of torch 2.13 logs two lines
 
 # Part of a model by the last name of a module; what lies within another belongs to the inner one.
 PARTS = {
