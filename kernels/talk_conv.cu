@@ -232,18 +232,30 @@ __device__ inline void split(double offset, int max_rows, int rows, int& whole, 
     }
 }
 
-template <typename X, typename F>
-__device__ inline Window<F> window_of(const Problem& p, int t, int b, int h) {
+struct Offsets { double left, right; };
+
+template <typename X>
+__device__ inline Offsets offsets_of(const Problem& p, int t, int b, int h) {
     const long long at = (static_cast<long long>(t) * p.B + b) * p.H + h;
+    return Offsets{load_offset<X>(p, p.offset_left, at),
+                   p.offset_right ? load_offset<X>(p, p.offset_right, at) : 0.0};
+}
+
+template <typename F>
+__device__ inline Window<F> window_of(const Problem& p, int t, const Offsets& offsets) {
     int left, right = 0;
     Window<F> window;
     window.right = 0;
-    split(load_offset<X>(p, p.offset_left, at), p.max_left, t, left, window.left);
-    if (p.offset_right)
-        split(load_offset<X>(p, p.offset_right, at), p.max_right, p.T - 1 - t, right, window.right);
+    split(offsets.left, p.max_left, t, left, window.left);
+    if (p.offset_right) split(offsets.right, p.max_right, p.T - 1 - t, right, window.right);
     window.lo = t - left;
     window.hi = t + right;
     return window;
+}
+
+template <typename X, typename F>
+__device__ inline Window<F> window_of(const Problem& p, int t, int b, int h) {
+    return window_of<F>(p, t, offsets_of<X>(p, t, b, h));
 }
 
 // ------------------------------------------------------------------------------- blocks, memory
@@ -360,6 +372,12 @@ template <typename X, int N> __device__ void forward(const Problem& p) {
         rows[i] = {};
         if (i < present) rows[i] = load<X, N>(row);
     }
+    // While those rows are on their way, the offsets, to where the windows will be.
+#pragma unroll 1
+    for (int i = threadIdx.x; i < tile; i += blockDim.x) {
+        const Offsets offsets = offsets_of<X>(p, t0 + i, place.b, place.h);
+        windows[i].left = offsets.left, windows[i].right = offsets.right;
+    }
     Pack<S, N> total = {};
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) add(total, rows[i]);
@@ -373,7 +391,7 @@ template <typename X, int N> __device__ void forward(const Problem& p) {
     if (segment == segments - 1) sums[(staged + 1) * lanes] = sum;
 #pragma unroll 1
     for (int i = threadIdx.x; i < tile; i += blockDim.x) {
-        Window<S> w = window_of<X, S>(p, t0 + i, place.b, place.h);
+        Window<S> w = window_of<S>(p, t0 + i, {windows[i].left, windows[i].right});
         w.lo -= first, w.hi -= first;
         // Slow, and rare: a short window, or one whose rows (cut ones too) are not all staged.
         const bool left = w.lo > 0 || (w.lo == 0 && first == 0);
@@ -381,7 +399,6 @@ template <typename X, int N> __device__ void forward(const Problem& p) {
         if (!left || !right || is_short<X>(w.hi - w.lo + 1)) w.lo = -1;
         windows[i] = w;
     }
-
     __syncthreads();
 
     if (c >= p.R) return;
@@ -695,26 +712,39 @@ __device__ void walk(const Ends<F>& ends, const Rows& dout, int from, int to, Pa
 template <typename X, typename F, int N, typename Rows>
 __device__ void add_dots(F* dots, const Window<F>* windows, const Rows& dout, int t0, int tile,
                          const X* column, long long stride, bool active, int lanes) {
+    // Windows whose rows load together: as many as the registers allow.
+    constexpr int BATCH = sizeof(X) == 2 ? 3 : sizeof(X) == 4 ? 2 : 1;
     const int segment = threadIdx.x / lanes, segments = blockDim.x / lanes;
 #pragma unroll 1
-    for (int begin = 0; begin < tile; begin += segments) {
-        const int i = begin + segment;
-        F left = 0, right = 0;
-        if (i < tile && active) {
+    for (int begin = segment; begin - segment < tile; begin += BATCH * segments) {
+        Pack<X, N> rows_lo[BATCH], rows_hi[BATCH];
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k) {
+            const int i = begin + k * segments;
+            if (i >= tile || !active) continue;
             const Window<F> w = windows[i];
-            const Pack<F, N> d = widened<F>(dout(t0 + i));
             // Nearly every end cuts a row: loading one in vain is cheaper than a branch.
-            const int lo = w.left != 0 ? w.lo - 1 : w.lo, hi = w.right != 0 ? w.hi + 1 : w.hi;
-            const Pack<F, N> row_lo = widened<F>(load<X, N>(column + lo * stride));
-            const Pack<F, N> row_hi = widened<F>(load<X, N>(column + hi * stride));
-            for (int n = 0; n < N; ++n) left += d.v[n] * row_lo.v[n], right += d.v[n] * row_hi.v[n];
-            left = w.left != 0 ? left : 0, right = w.right != 0 ? right : 0;
+            rows_lo[k] = load<X, N>(column + (w.left != 0 ? w.lo - 1 : w.lo) * stride);
+            rows_hi[k] = load<X, N>(column + (w.right != 0 ? w.hi + 1 : w.hi) * stride);
         }
-        for (int step = lanes / 2; step > 0; step /= 2) {
-            left += __shfl_xor_sync(0xffffffffu, left, step);
-            right += __shfl_xor_sync(0xffffffffu, right, step);
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k) {
+            const int i = begin + k * segments;
+            F left = 0, right = 0;
+            if (i < tile && active) {
+                const Window<F> w = windows[i];
+                const Pack<F, N> d = widened<F>(dout(t0 + i));
+                const Pack<F, N> row_lo = widened<F>(rows_lo[k]), row_hi = widened<F>(rows_hi[k]);
+                for (int n = 0; n < N; ++n)
+                    left += d.v[n] * row_lo.v[n], right += d.v[n] * row_hi.v[n];
+                left = w.left != 0 ? left : 0, right = w.right != 0 ? right : 0;
+            }
+            for (int step = lanes / 2; step > 0; step /= 2) {
+                left += __shfl_xor_sync(0xffffffffu, left, step);
+                right += __shfl_xor_sync(0xffffffffu, right, step);
+            }
+            if (i < tile && threadIdx.x % lanes == 0) dots[2 * i] += left, dots[2 * i + 1] += right;
         }
-        if (i < tile && threadIdx.x % lanes == 0) dots[2 * i] += left, dots[2 * i + 1] += right;
     }
 }
 
