@@ -55,7 +55,7 @@
 //     dx * K      0.4 dout[5]   dout[5]     dout[5]     dout[5]   0.5 dout[5]      0
 //
 // Moderate windows: one kernel sorts the ends of its tile and halo in shared memory
-// (talk_backward); ends further away than the halo (offsets above 1) are found through
+// (talk_backward); ends further away than the halo (offsets above 1.25) are found through
 // talk_reach and added row by row. Large windows: the ends of the whole sequence are sorted, a
 // thread to an end (talk_count_ends, talk_start_ends, talk_place_ends, talk_rank_ends),
 // talk_changes and talk_scan_chunks give the running sum at each chunk, talk_backward_walk walks.
@@ -204,7 +204,8 @@ template <typename F> struct Window {
 
 // Offsets are in x's type or, beside halves, in float32: once per time step and head, so a branch.
 template <typename X>
-__device__ inline double load_offset(const Problem& p, const void* offsets, long long at) {
+__device__ inline typename Types<X>::Compute load_offset(const Problem& p, const void* offsets,
+                                                         long long at) {
     if (sizeof(X) == 2 && p.float32_offsets) return static_cast<const float*>(offsets)[at];
     return widen(static_cast<const X*>(offsets)[at]);
 }
@@ -232,17 +233,19 @@ __device__ inline void split(double offset, int max_rows, int rows, int& whole, 
     }
 }
 
-struct Offsets { double left, right; };
+template <typename X> struct Offsets { typename Types<X>::Compute left, right; };
 
 template <typename X>
-__device__ inline Offsets offsets_of(const Problem& p, int t, int b, int h) {
+__device__ inline Offsets<X> offsets_of(const Problem& p, int t, int b, int h) {
     const long long at = (static_cast<long long>(t) * p.B + b) * p.H + h;
-    return Offsets{load_offset<X>(p, p.offset_left, at),
-                   p.offset_right ? load_offset<X>(p, p.offset_right, at) : 0.0};
+    Offsets<X> offsets = {};
+    offsets.left = load_offset<X>(p, p.offset_left, at);
+    if (p.offset_right) offsets.right = load_offset<X>(p, p.offset_right, at);
+    return offsets;
 }
 
-template <typename F>
-__device__ inline Window<F> window_of(const Problem& p, int t, const Offsets& offsets) {
+template <typename X, typename F>
+__device__ inline Window<F> window_of(const Problem& p, int t, const Offsets<X>& offsets) {
     int left, right = 0;
     Window<F> window;
     window.right = 0;
@@ -255,7 +258,7 @@ __device__ inline Window<F> window_of(const Problem& p, int t, const Offsets& of
 
 template <typename X, typename F>
 __device__ inline Window<F> window_of(const Problem& p, int t, int b, int h) {
-    return window_of<F>(p, t, offsets_of<X>(p, t, b, h));
+    return window_of<X, F>(p, t, offsets_of<X>(p, t, b, h));
 }
 
 // ------------------------------------------------------------------------------- blocks, memory
@@ -353,8 +356,9 @@ template <typename X, int N> __device__ void forward(const Problem& p) {
     const int t0 = place.tile * p.tile, tile = min(p.tile, p.T - t0);
     const int first = max(t0 - p.before, 0), staged = segments * ROWS;
     const int c = (place.slab * lanes + lane) * N;
+    const bool exists = c < p.R;
     const long long stride = static_cast<long long>(p.B) * p.C;
-    const long long at = static_cast<long long>(place.b) * p.C + place.h * p.R + c;
+    const long long at = static_cast<long long>(place.b) * p.C + place.h * p.R + (exists ? c : 0);
     const X* column = static_cast<const X*>(p.x) + at;
 
     Shared shared = shared_memory();
@@ -364,24 +368,31 @@ template <typename X, int N> __device__ void forward(const Problem& p) {
     Pack<S, N>* warps = shared.take<Pack<S, N>>(blockDim.x / 32 * lanes);
     Window<S>* windows = shared.take<Window<S>>(p.tile);
 
+    // The rows of the segment and the offsets of one window: a block has no fewer threads than its
+    // tile has rows. Loads without branches, so that all of them are under way together: where a
+    // row or a channel does not exist, of another one, which nothing reads.
+    const int row0 = first + segment * ROWS, own = threadIdx.x;
+    const X* row = column + min(row0, p.T - 1) * stride;
     Pack<X, N> rows[ROWS];
-    const int present = c < p.R ? p.T - first - segment * ROWS : 0;  // rows of the segment
-    const X* row = column + (first + segment * ROWS) * stride;
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i, row += stride) {
-        rows[i] = {};
-        if (i < present) rows[i] = load<X, N>(row);
+    for (int i = 0; i < ROWS; ++i) {
+        rows[i] = load<X, N>(row);
+        row += row0 + i + 1 < p.T ? stride : 0;
     }
-    // While those rows are on their way, the offsets, to where the windows will be.
-#pragma unroll 1
-    for (int i = threadIdx.x; i < tile; i += blockDim.x) {
-        const Offsets offsets = offsets_of<X>(p, t0 + i, place.b, place.h);
-        windows[i].left = offsets.left, windows[i].right = offsets.right;
-    }
+    const Offsets<X> offsets = offsets_of<X>(p, t0 + min(own, tile - 1), place.b, place.h);
     Pack<S, N> total = {};
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) add(total, rows[i]);
     Pack<S, N> sum = sum_of_earlier_segments(total, lanes, warps);
+    if (own < tile) {
+        Window<S> w = window_of<X, S>(p, t0 + own, offsets);
+        w.lo -= first, w.hi -= first;
+        // Slow, and rare: a short window, or one whose rows (cut ones too) are not all staged.
+        const bool left = w.lo > 0 || (w.lo == 0 && first == 0);
+        const bool right = w.hi + 1 < staged || (w.hi + 1 == staged && first + staged >= p.T);
+        if (!left || !right || is_short<X>(w.hi - w.lo + 1)) w.lo = -1;
+        windows[own] = w;
+    }
     if (segment == 0) sums[-lanes] = sums[0] = sum;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
@@ -389,19 +400,9 @@ template <typename X, int N> __device__ void forward(const Problem& p) {
         sums[(segment * ROWS + i + 1) * lanes] = sum;
     }
     if (segment == segments - 1) sums[(staged + 1) * lanes] = sum;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < tile; i += blockDim.x) {
-        Window<S> w = window_of<S>(p, t0 + i, {windows[i].left, windows[i].right});
-        w.lo -= first, w.hi -= first;
-        // Slow, and rare: a short window, or one whose rows (cut ones too) are not all staged.
-        const bool left = w.lo > 0 || (w.lo == 0 && first == 0);
-        const bool right = w.hi + 1 < staged || (w.hi + 1 == staged && first + staged >= p.T);
-        if (!left || !right || is_short<X>(w.hi - w.lo + 1)) w.lo = -1;
-        windows[i] = w;
-    }
     __syncthreads();
 
-    if (c >= p.R) return;
+    if (!exists) return;
     X* out = static_cast<X*>(p.out) + at + (t0 + segment) * stride;
 #pragma unroll 1
     for (int i = segment; i < tile; i += segments, out += segments * stride) {
@@ -448,10 +449,11 @@ template <typename X, int N> __device__ void forward_sums(const Problem& p) {
 
     Pack<X, N> rows[ROWS];
     const int t0 = place.tile * p.tile + segment * ROWS;
+    const X* row = (c < p.R ? column : column - c) + min(t0, p.T - 1) * stride;
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        rows[i] = {};
-        if (c < p.R && t0 + i < p.T) rows[i] = load<X, N>(column + (t0 + i) * stride);
+    for (int i = 0; i < ROWS; ++i) {  // as in `forward`
+        rows[i] = load<X, N>(row);
+        row += t0 + i + 1 < p.T ? stride : 0;
     }
     Pack<S, N> total = {};
 #pragma unroll
@@ -846,6 +848,7 @@ template <typename X, int N> __device__ void backward(const Problem& p) {
     int* slots = shared.take<int>(4 * capacity);
     int* sort_warps = shared.take<int>(blockDim.x / 32);
     const Ends<F> ends{t0, tile, false, starts, entries};
+    constexpr int BATCH = 4;  // rows that a thread loads together
     const int* far = p.reach;
     if (far) far += ((static_cast<long long>(place.tile) * p.B + place.b) * p.H + place.h) * 2;
 
@@ -855,11 +858,20 @@ template <typename X, int N> __device__ void backward(const Problem& p) {
     for (int c = lane * N; c - lane * N < p.R; c += lanes * N) {
         const bool active = c < p.R;
         const X* dout = static_cast<const X*>(p.dout) + head + c;
-#pragma unroll 4
-        for (int i = segment; i < staged; i += segments) {
-            Pack<X, N> row = {};
-            if (active) row = load<X, N>(dout + (first + i) * stride);
-            rows[i * lanes + lane] = row;
+        const X* inside = active ? dout : dout - c;
+#pragma unroll 1
+        for (int begin = segment; begin < staged; begin += BATCH * segments) {
+            Pack<X, N> batch[BATCH];
+#pragma unroll
+            for (int k = 0; k < BATCH; ++k) {
+                const int i = min(begin + k * segments, staged - 1);
+                batch[k] = load<X, N>(inside + (first + i) * stride);
+            }
+#pragma unroll
+            for (int k = 0; k < BATCH; ++k) {
+                const int i = begin + k * segments;
+                if (i < staged) rows[i * lanes + lane] = active ? batch[k] : Pack<X, N>{};
+            }
         }
         if (c == lane * N)  // once for all the channels of the head
             sort_ends(ends, windows, staged, slots, sort_warps);
@@ -1150,16 +1162,17 @@ template <typename X> __device__ void short_weights(const Problem& p) {
 // --------------------------------------------------------------------------------- entry points
 
 // Two blocks of so many threads share the 65,536 registers of a multiprocessor: 64 registers to a
-// thread of the forward kernel, 72 to one of the backward kernel.
+// thread of the forward kernel (in float64 it takes more), 72 to one of the backward kernel.
 #define TALK_KERNEL(name, type, threads, blocks, call)                                         \
     extern "C" __global__ void __launch_bounds__(threads, blocks) name##_##type(const Problem p) { \
         call;                                                                                  \
     }
 
 // For one storage type X: kernels that move N channels at a time (`wide`: N divides R, and rows
-// are aligned), kernels for any R (`narrow`), and those that see no channels.
+// are aligned), kernels for any R (`narrow`), and those that need not tell the two apart.
 #define TALK_WIDTH(type, X, forward_n, backward_n)                                                \
-    TALK_KERNEL(talk_forward, type, MAX_THREADS, 2, (forward<X, forward_n>(p)))                   \
+    TALK_KERNEL(talk_forward, type, MAX_THREADS, sizeof(X) == 8 ? 1 : 2,                          \
+                (forward<X, forward_n>(p)))                                                       \
     TALK_KERNEL(talk_forward_sums, type, 256, 1, (forward_sums<X, forward_n>(p)))                 \
     TALK_KERNEL(talk_forward_gather, type, 256, 1, (forward_gather<X, forward_n>(p)))             \
     TALK_KERNEL(talk_backward, type, BACKWARD_THREADS, 2, (backward<X, backward_n>(p)))           \

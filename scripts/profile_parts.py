@@ -121,6 +121,9 @@ def profile(run, steps, model, **others):
 def print_profile(title, rows, top=5):
     """The parts of a step, the longest first, each with the operators that take longest."""
     total = sum(row["forward"] + row["backward"] for row in rows.values())
+    if not total:
+        print(f"\n{title}: the profiler saw no time (on a GPU it needs CUPTI)")
+        return
     print(f"\n{title}: {total:,.1f} ms a step")
     print(f"  {'':26} {'forward':>9} {'backward':>9} {'share':>6}  operators, ms")
     for part, row in sorted(rows.items(), key=lambda i: -i[1]["forward"] - i[1]["backward"]):

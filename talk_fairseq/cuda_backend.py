@@ -339,7 +339,10 @@ def _plan_backward(dtype, wide, shared_memory, T, B, C, H, max_left, max_right):
     tile = next(
         (
             tile
-            for memory in (shared_memory // 2, shared_memory)
+            for memory in (
+                shared_memory // 2 - 1024,
+                shared_memory,
+            )  # each block takes 1 KiB besides
             for tile in tiles
             if before + after <= 2 * tile and fits(tile, before + tile + after, memory)
         ),

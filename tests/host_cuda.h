@@ -142,9 +142,6 @@ template <typename V> V shuffle(V value, unsigned int source) {
 
 inline void __syncthreads() { host::wait(host::AT_BARRIER); }
 
-template <typename V> V __shfl_sync(unsigned int, V value, int source) {
-    return host::shuffle(value, source);
-}
 template <typename V> V __shfl_up_sync(unsigned int, V value, unsigned int delta) {
     const unsigned int thread = threadIdx.x % 32;
     return host::shuffle(value, thread >= delta ? thread - delta : thread);
@@ -154,7 +151,6 @@ template <typename V> V __shfl_xor_sync(unsigned int, V value, int mask) {
 }
 
 inline int atomicAdd(int* at, int value) { return std::exchange(*at, *at + value); }
-inline int atomicMin(int* at, int value) { return std::exchange(*at, std::min(*at, value)); }
 inline int atomicMax(int* at, int value) { return std::exchange(*at, std::max(*at, value)); }
 
 template <typename To, typename From> To host_bits(From value) {

@@ -182,6 +182,15 @@ def test_tiles(dtype, shared_memory):
     assert any("reach" in name for name in host.launched)
 
 
+def test_tiles_of_several_heads_and_sentences():
+    """Of which some reach beyond the halo, and others do not."""
+    dout, x, left, right = example(560, 2, 3, 4)
+    left[:, 0, 2], right[:, 1, 0] = 30 * left[:, 0, 2], 30 * right[:, 1, 0]
+    host = Host()
+    check(host, (dout, x, left, right), 9, 12)
+    assert any("reach" in name for name in host.launched)
+
+
 @pytest.mark.parametrize("shared_memory", [0, SHARED_MEMORY])
 def test_huge_and_infinite_offsets_reach_the_edges(shared_memory):
     dout, x, left, right = example(300, 1, 3, 4)
