@@ -327,22 +327,21 @@ def _plan_backward(dtype, wide, shared_memory, T, B, C, H, max_left, max_right):
 
     def shared_bytes(tile, staged, threads):
         warps = threads // 32 * lanes * width * 8
-        return staged * staged_row + tile * tile_row + warps + 256
+        return staged * staged_row + tile * tile_row + warps + 256  # 256: of the sort, and rounding
 
     def fits(tile, staged, memory):
         return shared_bytes(tile, staged, _BACKWARD_THREADS) <= memory
 
-    # One kernel, as long as a tile and its halo fit: twice on a multiprocessor if possible.
+    # One kernel, as long as a tile and its halo fit: twice on a multiprocessor if possible, where
+    # each block takes 1 KiB besides.
+    twice = shared_memory // 2 - 1024
     before, after = _halo(max_right), _halo(max_left)
     most = min(_TILE, _BACKWARD_THREADS // lanes * _ROWS)
     tiles = range(most, 63, -16)
     tile = next(
         (
             tile
-            for memory in (
-                shared_memory // 2 - 1024,
-                shared_memory,
-            )  # each block takes 1 KiB besides
+            for memory in (twice, shared_memory)
             for tile in tiles
             if before + after <= 2 * tile and fits(tile, before + tile + after, memory)
         ),
