@@ -346,6 +346,19 @@ template <typename X> __device__ inline bool is_short(int rows) {
     return sizeof(typename Types<X>::Sum) == sizeof(typename Types<X>::Compute) && rows <= SHORT;
 }
 
+// The rows of a segment, from row t on. Loads without branches, so that all of them are under way
+// together, and with what is loaded next: in place of a row that does not exist, the last.
+template <typename X, int N>
+__device__ inline void load_segment(Pack<X, N> (&rows)[ROWS], const X* column, long long stride,
+                                    int t, int T) {
+    const X* row = column + min(t, T - 1) * stride;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        rows[i] = load<X, N>(row);
+        row += t + i + 1 < T ? stride : 0;
+    }
+}
+
 template <typename X, int N> __device__ void forward(const Problem& p) {
     using F = typename Types<X>::Compute;
     using S = typename Types<X>::Sum;
@@ -369,16 +382,10 @@ template <typename X, int N> __device__ void forward(const Problem& p) {
     Window<S>* windows = shared.take<Window<S>>(p.tile);
 
     // The rows of the segment and the offsets of one window: a block has no fewer threads than its
-    // tile has rows. Loads without branches, so that all of them are under way together: where a
-    // row or a channel does not exist, of another one, which nothing reads.
-    const int row0 = first + segment * ROWS, own = threadIdx.x;
-    const X* row = column + min(row0, p.T - 1) * stride;
+    // tile has rows. What stands for rows and channels that do not exist, nothing reads.
+    const int own = threadIdx.x;
     Pack<X, N> rows[ROWS];
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        rows[i] = load<X, N>(row);
-        row += row0 + i + 1 < p.T ? stride : 0;
-    }
+    load_segment(rows, column, stride, first + segment * ROWS, p.T);
     const Offsets<X> offsets = offsets_of<X>(p, t0 + min(own, tile - 1), place.b, place.h);
     Pack<S, N> total = {};
 #pragma unroll
@@ -441,25 +448,21 @@ template <typename X, int N> __device__ void forward_sums(const Problem& p) {
     const int lane = threadIdx.x % lanes, segment = threadIdx.x / lanes;
     const Place place = place_of_block(p, (p.R + lanes * N - 1) / (lanes * N));
     const int c = (place.slab * lanes + lane) * N;
+    const bool exists = c < p.R;
     const long long stride = static_cast<long long>(p.B) * p.C;
-    const long long at = static_cast<long long>(place.b) * p.C + place.h * p.R + c;
+    const long long at = static_cast<long long>(place.b) * p.C + place.h * p.R + (exists ? c : 0);
     const X* column = static_cast<const X*>(p.x) + at;
     Shared shared = shared_memory();
     Pack<S, N>* warps = shared.take<Pack<S, N>>(blockDim.x / 32 * lanes);
 
     Pack<X, N> rows[ROWS];
     const int t0 = place.tile * p.tile + segment * ROWS;
-    const X* row = (c < p.R ? column : column - c) + min(t0, p.T - 1) * stride;
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {  // as in `forward`
-        rows[i] = load<X, N>(row);
-        row += t0 + i + 1 < p.T ? stride : 0;
-    }
+    load_segment(rows, column, stride, t0, p.T);
     Pack<S, N> total = {};
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) add(total, rows[i]);
     Pack<S, N> sum = sum_of_earlier_segments(total, lanes, warps);
-    if (c >= p.R) return;
+    if (!exists) return;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         add(sum, rows[i]);

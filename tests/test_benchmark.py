@@ -182,7 +182,11 @@ def test_faster_than_attention(tmp_path):
     command += ["--turns", "3", "--only", "attention", "--output", tmp_path / "talk"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "of 2 goals are met" in printed
-    a_copy, attention = json.loads((tmp_path / "talk.json").read_text())["goals"]
+    record = json.loads((tmp_path / "talk.json").read_text())
+    rows = record["cells"][0]["results"]  # forward
+    times_faster = rows["scaled_dot_product_attention"]["seconds"] / rows["TaLK"]["seconds"]
+    assert times_faster >= (12 if alone() else 4), printed
+    a_copy, attention = record["goals"]
     assert a_copy["value"] <= (1.5 if alone() else 4.5), printed
     assert attention["value"] >= (12 if alone() else 4), printed
 
