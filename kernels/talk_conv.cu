@@ -1,5 +1,4 @@
-// The CUDA kernels of the TaLK operator, forward, backward and step by step, and of the short
-// convolution that may stand before it, for every dtype.
+// The CUDA kernels of the TaLK operator, forward, backward and step by step, for every dtype.
 //
 // One time step, one head: a window with two ends, each of which may cut a token.
 // Sizes T (time), B (batch), C (channels), H (heads), R = C / H; x is (T, B, C) and the offsets
@@ -61,28 +60,11 @@
 // talk_changes and talk_scan_chunks give the running sum at each chunk, talk_backward_walk walks.
 //
 // The file includes nothing: NVRTC compiles it without the toolkit's headers.
-
-#ifndef TALK_HALF_TO_FLOAT
-__device__ inline float talk_half_to_float(unsigned short bits) {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-}
-__device__ inline unsigned short talk_float_to_half(float value) {
-    unsigned short bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
-#define TALK_HALF_TO_FLOAT talk_half_to_float
-#define TALK_FLOAT_TO_HALF talk_float_to_half
-#define TALK_FLOAT_BITS __float_as_uint
-#define TALK_BITS_FLOAT __uint_as_float
-#endif
+#include "types.cuh"
 
 constexpr int LANES = 8;          // threads across the channels of a row, in the forward pass
 constexpr int ROWS = 8;           // rows of a segment
 constexpr int SHORT = 3;          // windows of so many whole rows are added up directly
-constexpr int TAPS = 8;           // of a short convolution whose gradients are summed at a time
 constexpr int MAX_THREADS = 512;
 constexpr int BACKWARD_THREADS = 448;
 
@@ -97,7 +79,6 @@ struct Problem {
     void* d_offset_right;      // (T, B, H), or null
     void* sums;                // (T, B, C): prefix sums within a chunk; large windows, forward
     double* totals;            // (chunks, B, C): sums of chunks, then of all the chunks before;
-                               // or (runs, taps, C): what each run adds to d_weight
     double* clipped;           // (chunks, B, C): windows that start at row 0; backward
     int* reach;                // (tiles, B, H, 2): how far before and after what a tile stages
                                // there are time steps that touch it; 0 at first; backward
@@ -105,8 +86,6 @@ struct Problem {
     int* slots;                // (B, H, 2, 2 T): scratch of the sort
     void* entries;             // (B, H, 2 T): ends ordered by row
     int* origin;               // (ring, B): where a slot of a sequence is, or null; decoding
-    const void* weight;        // (taps, C); short convolutions alone have taps
-    void* d_weight;            // (taps, C)
     double scale;              // 1 / (max_left + max_right + 1)
     int T, B, C, H, R;
     int max_left, max_right;
@@ -115,87 +94,15 @@ struct Problem {
     int lanes;                 // threads across the channels of a row, a power of two; backward
     int float32_offsets;       // beside a half x
     int ring, columns, steps;  // decoding: `sums` is (ring, columns, C), after so many time steps
-    int taps, left;            // of which so many read earlier rows
 };
 
-// ---------------------------------------------------------------------------------------- types
-
-struct float16 { unsigned short bits; };
-struct bfloat16 { unsigned short bits; };
-
-// What a storage type is computed in, what the forward pass scans it in, and what stands for 1 in
-// sums of rows. bfloat16 reaches as far as float32, which would overflow: sums hold 2^-16 of it,
-// with room for 65,536 of its largest rows. Its least number, 2^-133, becomes 2^-149, float32's
-// least (where small floats are flushed to 0, sums below 2^-110 are).
-template <typename Compute_, typename Sum_, int bits = 0> struct TypesOf {
-    using Compute = Compute_;
-    using Sum = Sum_;
-    static constexpr float unit = 1.0f / (1 << bits);
-};
-template <typename X> struct Types;
-template <> struct Types<double> : TypesOf<double, double> {};
-template <> struct Types<float> : TypesOf<float, double> {};
-template <> struct Types<float16> : TypesOf<float, float> {};
-template <> struct Types<bfloat16> : TypesOf<float, float, 16> {};
-
-__device__ inline double widen(double value) { return value; }
-__device__ inline float widen(float value) { return value; }
-__device__ inline float widen(float16 value) { return TALK_HALF_TO_FLOAT(value.bits); }
-__device__ inline float widen(bfloat16 value) {
-    return TALK_BITS_FLOAT(static_cast<unsigned int>(value.bits) << 16);
-}
-
-__device__ inline void narrow(double value, double& stored) { stored = value; }
-__device__ inline void narrow(float value, float& stored) { stored = value; }
-__device__ inline void narrow(float value, float16& stored) {
-    stored.bits = TALK_FLOAT_TO_HALF(value);
-}
-__device__ inline void narrow(float value, bfloat16& stored) {
-    // To nearest, ties to even. A NaN must not be rounded: its carry could make an infinity.
-    const unsigned int bits = TALK_FLOAT_BITS(value);
-    const unsigned int rounded = bits + 0x7fff + (bits >> 16 & 1);
-    stored.bits = static_cast<unsigned short>((value == value ? rounded : bits | 0x400000) >> 16);
-}
-
-// N neighbouring channels: one vector load or store, as long as they fill at most 16 bytes.
-template <typename V, int N> struct Pack {
-    static constexpr int bytes = sizeof(V) * N;
-    alignas(bytes < 16 ? bytes : 16) V v[N];
-};
-
-template <typename V, int N> __device__ inline Pack<V, N> load(const V* from) {
-    return *reinterpret_cast<const Pack<V, N>*>(from);
-}
-
-template <typename S, typename V, int N>
-__device__ inline void add(Pack<S, N>& sum, const Pack<V, N>& value) {
-#pragma unroll
-    for (int n = 0; n < N; ++n) sum.v[n] += Types<V>::unit * widen(value.v[n]);
-}
-
-template <typename F, typename X, int N>
-__device__ inline Pack<F, N> widened(const Pack<X, N>& value) {
-    Pack<F, N> wide;
-#pragma unroll
-    for (int n = 0; n < N; ++n) wide.v[n] = widen(value.v[n]);
-    return wide;
-}
+// -------------------------------------------------------------------------------------- windows
 
 // What one of a sum of rows is worth in out or dx.
 template <typename X>
 __device__ inline typename Types<X>::Compute scale_of_sums(const Problem& p) {
     return static_cast<typename Types<X>::Compute>(p.scale) / Types<X>::unit;
 }
-
-template <typename X, typename F, int N>
-__device__ inline void store(X* to, const Pack<F, N>& value, F scale) {
-    Pack<X, N> stored;
-#pragma unroll
-    for (int n = 0; n < N; ++n) narrow(value.v[n] * scale, stored.v[n]);
-    *reinterpret_cast<Pack<X, N>*>(to) = stored;
-}
-
-// -------------------------------------------------------------------------------------- windows
 
 template <typename F> struct Window {
     int lo, hi;     // whole rows lo ... hi
@@ -263,14 +170,14 @@ __device__ inline Window<F> window_of(const Problem& p, int t, int b, int h) {
 
 // ------------------------------------------------------------------------------- blocks, memory
 
-// What a block works on. Slabs of a head run fastest and time slowest, so that the blocks that
-// run together are neighbours in memory and find each other's halo in the cache.
+// What a block works on. Heads of all sentences run fastest and time slowest, so that the blocks
+// that run together are neighbours in memory and find each other's halo in the cache.
 struct Place { int slab, h, b, tile; };
 
-__device__ inline Place place_of_block(const Problem& p, int slabs) {
-    const int heads = blockIdx.x / slabs, sentences = heads / p.H;
-    return Place{static_cast<int>(blockIdx.x % slabs), heads % p.H, sentences % p.B,
-                 sentences / p.B};
+__device__ inline Place place_of_block(const Problem& p) {
+    const int head = blockIdx.x;
+    return Place{static_cast<int>(blockIdx.y), head % p.H, head / p.H,
+                 static_cast<int>(blockIdx.z)};
 }
 
 // Hands out the block's shared memory piece by piece.
@@ -365,7 +272,7 @@ template <typename X, int N> __device__ void forward(const Problem& p) {
     constexpr int lanes = LANES;
     const int lane = threadIdx.x % lanes;
     const int segment = threadIdx.x / lanes, segments = blockDim.x / lanes;
-    const Place place = place_of_block(p, (p.R + lanes * N - 1) / (lanes * N));
+    const Place place = place_of_block(p);
     const int t0 = place.tile * p.tile, tile = min(p.tile, p.T - t0);
     const int first = max(t0 - p.before, 0), staged = segments * ROWS;
     const int c = (place.slab * lanes + lane) * N;
@@ -446,7 +353,7 @@ template <typename X, int N> __device__ void forward_sums(const Problem& p) {
     using S = typename Types<X>::Sum;
     constexpr int lanes = LANES;
     const int lane = threadIdx.x % lanes, segment = threadIdx.x / lanes;
-    const Place place = place_of_block(p, (p.R + lanes * N - 1) / (lanes * N));
+    const Place place = place_of_block(p);
     const int c = (place.slab * lanes + lane) * N;
     const bool exists = c < p.R;
     const long long stride = static_cast<long long>(p.B) * p.C;
@@ -507,7 +414,7 @@ template <typename X, int N> __device__ void forward_gather(const Problem& p) {
     constexpr int lanes = LANES;
     const int lane = threadIdx.x % lanes;
     const int segment = threadIdx.x / lanes, segments = blockDim.x / lanes;
-    const Place place = place_of_block(p, (p.R + lanes * N - 1) / (lanes * N));
+    const Place place = place_of_block(p);
     const int t0 = place.tile * p.tile, tile = min(p.tile, p.T - t0);
     const int c = (place.slab * lanes + lane) * N;
     const long long stride = static_cast<long long>(p.B) * p.C;
@@ -834,7 +741,7 @@ template <typename X, int N> __device__ void backward(const Problem& p) {
     using S = typename Types<X>::Sum;
     const int lanes = p.lanes, lane = threadIdx.x % lanes;
     const int segment = threadIdx.x / lanes, segments = blockDim.x / lanes;
-    const Place place = place_of_block(p, 1);
+    const Place place = place_of_block(p);
     const int t0 = place.tile * p.tile, tile = min(p.tile, p.T - t0);
     const int first = max(t0 - p.before, 0), staged = min(t0 + tile + p.after, p.T) - first;
     const int capacity = min(p.before + p.tile + p.after, p.T);
@@ -927,7 +834,7 @@ template <typename X, int N> __device__ void changes(const Problem& p) {
     using F = typename Types<X>::Compute;
     using S = typename Types<X>::Sum;
     const int lanes = p.lanes, lane = threadIdx.x % lanes, segment = threadIdx.x / lanes;
-    const Place place = place_of_block(p, 1);
+    const Place place = place_of_block(p);
     const int from = min(place.tile * p.tile + segment * ROWS, p.T), to = min(from + ROWS, p.T);
     const long long stride = static_cast<long long>(p.B) * p.C;
     const Ends<F> ends = ends_of_head<F>(p, static_cast<long long>(place.b) * p.H + place.h);
@@ -964,7 +871,7 @@ template <typename X, int N> __device__ void backward_walk(const Problem& p) {
     using F = typename Types<X>::Compute;
     using S = typename Types<X>::Sum;
     const int lanes = p.lanes, lane = threadIdx.x % lanes, segment = threadIdx.x / lanes;
-    const Place place = place_of_block(p, 1);
+    const Place place = place_of_block(p);
     const int t0 = place.tile * p.tile, tile = min(p.tile, p.T - t0);
     const int from = min(t0 + segment * ROWS, t0 + tile), to = min(from + ROWS, t0 + tile);
     const long long stride = static_cast<long long>(p.B) * p.C;
@@ -1068,132 +975,31 @@ template <typename X, int N> __device__ void update(const Problem& p) {
     }
 }
 
-// ---------------------------------------------------------------------------- short convolutions
-
-// out[t] = weight[0] x[t - left] + ... + weight[taps - 1] x[t - left + taps - 1], and rows that do
-// not exist are left out. A thread walks a run of `tile` rows of one sentence, of N channels: what
-// it reads again is in the cache still.
-struct Run {
-    int c, from, to, index;  // rows from ... to - 1
-    long long at;            // of channel c in a row
-
-    template <int N> static __device__ Run of_thread(const Problem& p) {
-        const int packs = p.C / N;
-        const long long thread = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
-        const int index = static_cast<int>(thread / packs), from = index / p.B * p.tile;
-        const int c = static_cast<int>(thread % packs) * N;
-        return Run{c, from, min(from + p.tile, p.T), index,
-                   static_cast<long long>(index % p.B) * p.C + c};
-    }
-};
-
-template <typename F, typename X, int N>
-__device__ inline void multiply_add(Pack<F, N>& sum, const Pack<F, N>& a, const Pack<X, N>& b) {
-#pragma unroll
-    for (int n = 0; n < N; ++n) sum.v[n] += a.v[n] * widen(b.v[n]);
-}
-
-template <typename X, int N> __device__ void short_forward(const Problem& p) {
-    using F = typename Types<X>::Compute;
-    const Run run = Run::of_thread<N>(p);
-    const long long stride = static_cast<long long>(p.B) * p.C;
-    const X* x = static_cast<const X*>(p.x) + run.at;
-    const X* weight = static_cast<const X*>(p.weight) + run.c;
-    for (int t = run.from; t < run.to; ++t) {
-        Pack<F, N> sum = {};
-        const int end = min(p.taps, p.T - t + p.left);
-        for (int k = max(p.left - t, 0); k < end; ++k) {
-            const Pack<X, N> tap = load<X, N>(weight + static_cast<long long>(k) * p.C);
-            multiply_add(sum, widened<F>(tap), load<X, N>(x + (t - p.left + k) * stride));
-        }
-        store(static_cast<X*>(p.out) + run.at + t * stride, sum, static_cast<F>(1));
-    }
-}
-
-// dx[t] = sum of weight[k] dout[t + left - k], and what the run adds to d_weight: TAPS taps at a
-// time, as many as registers hold.
-template <typename X, int N> __device__ void short_backward(const Problem& p) {
-    using F = typename Types<X>::Compute;
-    const Run run = Run::of_thread<N>(p);
-    const long long stride = static_cast<long long>(p.B) * p.C;
-    const X* x = static_cast<const X*>(p.x) + run.at;
-    const X* dout = static_cast<const X*>(p.dout) + run.at;
-    const X* weight = static_cast<const X*>(p.weight) + run.c;
-    if (run.from >= run.to) return;
-    for (int first = 0; first < p.taps; first += TAPS) {
-        Pack<F, N> sums[TAPS] = {};
-        for (int t = run.from; t < run.to; ++t) {
-            const Pack<F, N> row = widened<F>(load<X, N>(x + t * stride));
-            Pack<F, N> dx = {};
-            const auto add_tap = [&](int k, Pack<F, N>& sum) {
-                const int from = t + p.left - k;
-                if (k >= p.taps || from < 0 || from >= p.T) return;
-                const Pack<X, N> g = load<X, N>(dout + from * stride);
-                const Pack<X, N> tap = load<X, N>(weight + static_cast<long long>(k) * p.C);
-                multiply_add(sum, row, g);
-                multiply_add(dx, widened<F>(tap), g);
-            };
-#pragma unroll
-            for (int i = 0; i < TAPS; ++i) add_tap(first + i, sums[i]);
-            if (first == 0) {
-                Pack<F, N> unused = {};
-                for (int k = TAPS; k < p.taps; ++k) add_tap(k, unused);
-                store(static_cast<X*>(p.out) + run.at + t * stride, dx, static_cast<F>(1));
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < TAPS; ++i)
-            if (first + i < p.taps)
-                for (int n = 0; n < N; ++n)
-                    p.totals[(static_cast<long long>(run.index) * p.taps + first + i) * p.C
-                             + run.c + n] = sums[i].v[n];
-    }
-}
-
-// d_weight: a thread adds up one number of it over all runs, in their order.
-template <typename X> __device__ void short_weights(const Problem& p) {
-    const long long numbers = static_cast<long long>(p.taps) * p.C;
-    const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (at >= numbers) return;
-    const int runs = (p.T + p.tile - 1) / p.tile * p.B;
-    double sum = 0;
-#pragma unroll 16
-    for (int run = 0; run < runs; ++run) sum += p.totals[run * numbers + at];
-    narrow(static_cast<typename Types<X>::Compute>(sum), static_cast<X*>(p.d_weight)[at]);
-}
-
 // --------------------------------------------------------------------------------- entry points
 
 // Two blocks of so many threads share the 65,536 registers of a multiprocessor: 64 registers to a
 // thread of the forward kernel (in float64 it takes more), 72 to one of the backward kernel.
-#define TALK_KERNEL(name, type, threads, blocks, call)                                         \
-    extern "C" __global__ void __launch_bounds__(threads, blocks) name##_##type(const Problem p) { \
-        call;                                                                                  \
-    }
 
 // For one storage type X: kernels that move N channels at a time (`wide`: N divides R, and rows
 // are aligned), kernels for any R (`narrow`), and those that need not tell the two apart.
 #define TALK_WIDTH(type, X, forward_n, backward_n)                                                \
-    TALK_KERNEL(talk_forward, type, MAX_THREADS, sizeof(X) == 8 ? 1 : 2,                          \
+    TALK_KERNEL(talk_forward, type, Problem, MAX_THREADS, sizeof(X) == 8 ? 1 : 2,                          \
                 (forward<X, forward_n>(p)))                                                       \
-    TALK_KERNEL(talk_forward_sums, type, 256, 1, (forward_sums<X, forward_n>(p)))                 \
-    TALK_KERNEL(talk_forward_gather, type, 256, 1, (forward_gather<X, forward_n>(p)))             \
-    TALK_KERNEL(talk_backward, type, BACKWARD_THREADS, 2, (backward<X, backward_n>(p)))           \
-    TALK_KERNEL(talk_changes, type, BACKWARD_THREADS, 1, (changes<X, backward_n>(p)))             \
-    TALK_KERNEL(talk_update, type, 128, 1, (update<X, backward_n>(p)))                            \
-    TALK_KERNEL(talk_backward_walk, type, BACKWARD_THREADS, 1, (backward_walk<X, backward_n>(p))) \
-    TALK_KERNEL(talk_short_forward, type, 128, 1, (short_forward<X, backward_n>(p)))              \
-    TALK_KERNEL(talk_short_backward, type, 128, 1, (short_backward<X, backward_n>(p)))
+    TALK_KERNEL(talk_forward_sums, type, Problem, 256, 1, (forward_sums<X, forward_n>(p)))                 \
+    TALK_KERNEL(talk_forward_gather, type, Problem, 256, 1, (forward_gather<X, forward_n>(p)))             \
+    TALK_KERNEL(talk_backward, type, Problem, BACKWARD_THREADS, 2, (backward<X, backward_n>(p)))           \
+    TALK_KERNEL(talk_changes, type, Problem, BACKWARD_THREADS, 1, (changes<X, backward_n>(p)))             \
+    TALK_KERNEL(talk_update, type, Problem, 128, 1, (update<X, backward_n>(p)))                            \
+    TALK_KERNEL(talk_backward_walk, type, Problem, BACKWARD_THREADS, 1, (backward_walk<X, backward_n>(p)))
 #define TALK_TYPE(type, X, forward_n, backward_n)                                                 \
     TALK_WIDTH(type##_wide, X, forward_n, backward_n)                                             \
     TALK_WIDTH(type##_narrow, X, 1, 1)                                                            \
-    TALK_KERNEL(talk_reach, type, 128, 1, (reach<X>(p)))                                          \
-    TALK_KERNEL(talk_count_ends, type, 128, 1, (sort_all_ends<X, Step::COUNT>(p)))                \
-    TALK_KERNEL(talk_start_ends, type, MAX_THREADS, 1, (start_ends(p)))                           \
-    TALK_KERNEL(talk_place_ends, type, 128, 1, (sort_all_ends<X, Step::PLACE>(p)))                \
-    TALK_KERNEL(talk_rank_ends, type, 128, 1, (sort_all_ends<X, Step::RANK>(p)))                  \
-    TALK_KERNEL(talk_scan_chunks, type, 128, 1, (scan_chunks(p)))                                 \
-    TALK_KERNEL(talk_short_weights, type, 128, 1, (short_weights<X>(p)))
+    TALK_KERNEL(talk_reach, type, Problem, 128, 1, (reach<X>(p)))                                          \
+    TALK_KERNEL(talk_count_ends, type, Problem, 128, 1, (sort_all_ends<X, Step::COUNT>(p)))                \
+    TALK_KERNEL(talk_start_ends, type, Problem, MAX_THREADS, 1, (start_ends(p)))                           \
+    TALK_KERNEL(talk_place_ends, type, Problem, 128, 1, (sort_all_ends<X, Step::PLACE>(p)))                \
+    TALK_KERNEL(talk_rank_ends, type, Problem, 128, 1, (sort_all_ends<X, Step::RANK>(p)))                  \
+    TALK_KERNEL(talk_scan_chunks, type, Problem, 128, 1, (scan_chunks(p)))
 
 // The host compiles one type at a time (-DTALK_ONLY -DTALK_<type>); without, all of them are.
 #if !defined(TALK_ONLY) || defined(TALK_float64)

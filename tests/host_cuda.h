@@ -6,7 +6,7 @@
 // barrier that is missing as a wrong result.
 // Shared memory starts as NaN in every block, and bytes past what was asked for are watched.
 //
-// A test tool, not a backend. It knows what kernels/talk_conv.cu uses and no more.
+// A test tool, not a backend. It knows what the files of kernels/ use and no more.
 #pragma once
 
 #include <setjmp.h>
@@ -169,20 +169,20 @@ template <typename To, typename From> To host_bits(From value) {
 
 // 0, or 1 if threads wait for one another for ever, or 2 if a block wrote past its shared memory.
 template <typename Arguments>
-int host_launch(void (*kernel)(Arguments), const Arguments& arguments, unsigned int blocks,
+int host_launch(void (*kernel)(Arguments), const Arguments& arguments, Dim3 blocks,
                 unsigned int threads, size_t shared, unsigned int seed) {
     static void (*running)(Arguments);
     static const Arguments* given;
     running = kernel, given = &arguments;
     host::entry = [](void*) { running(*given); };
     std::mt19937 random(seed);
-    blockDim.x = threads, gridDim.x = blocks;
+    blockDim.x = threads, gridDim = blocks;
     if (shared > SHARED_BYTES || threads > 1024) return 2;
-    std::vector<unsigned int> order(blocks);
-    for (unsigned int i = 0; i < blocks; ++i) order[i] = i;
+    std::vector<unsigned int> order(blocks.x * blocks.y * blocks.z);
+    for (unsigned int i = 0; i < order.size(); ++i) order[i] = i;
     std::shuffle(order.begin(), order.end(), random);
     for (unsigned int block : order) {
-        blockIdx.x = block;
+        blockIdx = Dim3{block % blocks.x, block / blocks.x % blocks.y, block / blocks.x / blocks.y};
         std::memset(host_shared, 0xff, shared + GUARD_BYTES);  // NaN, whatever the type
         if (!host::run_block(threads, random)) return 1;
         for (size_t i = 0; i < GUARD_BYTES; ++i)

@@ -13,22 +13,24 @@ import pytest
 import torch
 
 from talk_fairseq import cuda_backend
+from talk_fairseq.kernel_source import compile_options, source, source_path
 
 ARCHITECTURES = (75, 80, 90, 100)
 DTYPES = ("float64", "float32", "float16", "bfloat16")
-KERNELS = 25  # of one dtype
+KERNELS = {"talk_conv.cu": 20, "short_conv.cu": 5}  # of one dtype
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_nvcc(architecture, tmp_path):
+@pytest.mark.parametrize("file", KERNELS)
+def test_nvcc(file, architecture, tmp_path):
     """The plain file, all dtypes; no kernel keeps variables in memory for want of registers."""
     command = ["nvcc", "-cubin", "-std=c++17", f"-arch=sm_{architecture}", "-Xptxas", "-v"]
-    command += [cuda_backend.source_path(), "-o", tmp_path / "talk.cubin"]
+    command += [source_path(file), "-o", tmp_path / "talk.cubin"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     names = re.findall(r"Compiling entry function '(\w+)'", result.stderr)
-    assert len(names) == KERNELS * len(DTYPES)
+    assert len(names) == KERNELS[file] * len(DTYPES)
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", result.stderr)
     assert len(spills) == len(names)
     spilled = [name for name, spill in zip(names, spills) if spill != ("0", "0")]
@@ -63,7 +65,8 @@ def supported_architectures(library):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nvrtc(dtype):
+@pytest.mark.parametrize("file", KERNELS)
+def test_nvrtc(file, dtype):
     """As CuPy compiles them: one dtype at a time, with no header in reach."""
     library = nvrtc()
     if library is None:
@@ -71,12 +74,11 @@ def test_nvrtc(dtype):
     architecture = ARCHITECTURES[DTYPES.index(dtype)]
     if architecture not in supported_architectures(library):  # of the NVRTC of torch for CUDA 12.4
         pytest.skip(f"this NVRTC does not know sm_{architecture}: it is older than 12.8")
-    source = cuda_backend.source_path().read_bytes()
-    options = [option.encode() for option in cuda_backend.compile_options(dtype)]
+    options = [option.encode() for option in compile_options(dtype)]
     options += [b"-arch=sm_%d" % architecture, b"-ftz=true"]  # which CuPy always adds
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     assert not library.nvrtcCreateProgram(
-        ctypes.byref(program), source, b"talk_conv.cu", 0, None, None
+        ctypes.byref(program), source(file).encode(), file.encode(), 0, None, None
     )
     failed = library.nvrtcCompileProgram(
         program, len(options), (ctypes.c_char_p * len(options))(*options)
@@ -103,7 +105,7 @@ def test_shared_memory_is_asked_for_once(monkeypatch):
     kernel = Kernel()
     module = SimpleNamespace(get_function=lambda name: kernel)
     devices = SimpleNamespace(Device=lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(cuda_backend, "_MODULES", {"float32": module})
+    monkeypatch.setattr(cuda_backend, "_MODULES", {("talk_conv.cu", "float32"): module})
     monkeypatch.setattr(cuda_backend, "_shared_memory", lambda device: limit)
     monkeypatch.setattr(cuda_backend, "cupy", SimpleNamespace(cuda=devices))
     monkeypatch.setattr(cuda_backend, "_current_stream", lambda device: contextlib.nullcontext())
@@ -111,7 +113,9 @@ def test_shared_memory_is_asked_for_once(monkeypatch):
     cuda_backend._kernel.cache_clear()
     try:
         for shared in (0, 64 * 1024, limit):
-            cuda_backend._launch("float32", "talk_forward", 1, 32, shared, None)
+            cuda_backend._launch(
+                "talk_conv.cu", "float32", "talk_forward", (1, 1, 1), 32, shared, b"\0"
+            )
     finally:
         cuda_backend._kernel.cache_clear()
     assert done == [

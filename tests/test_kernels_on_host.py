@@ -9,7 +9,6 @@ import functools
 import hashlib
 import math
 import pathlib
-import re
 import shutil
 import subprocess
 import tempfile
@@ -19,7 +18,8 @@ import torch
 from oracle import check_backward, check_forward, check_short_conv, short_conv, talk_conv
 from test_numbers import NOT_FINITE, check_edges, check_spread, check_spread_of_gradients
 
-from talk_fairseq import cuda_backend
+from talk_fairseq import cuda_backend, cuda_plan
+from talk_fairseq.kernel_source import Layout, source, source_path
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile kernels")
 
@@ -28,19 +28,23 @@ HALVES = (torch.float16, torch.bfloat16)
 SHARED_MEMORY = 227 * 1024
 
 
+PROBLEMS = {"talk_conv.cu": "Problem", "short_conv.cu": "ShortProblem"}
+
+
 @functools.cache
-def library():
-    """The kernels as a host library, compiled once and kept by what it is made from."""
+def library(file):
+    """The kernels of a file as a host library, compiled once and kept by what it is made from."""
     here = pathlib.Path(__file__).parent
-    kernels = cuda_backend.source_path()
-    sources = (here / "host_cuda.cpp", here / "host_cuda.h", kernels)
-    key = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    sources = (here / "host_cuda.cpp", here / "host_cuda.h")
+    text = "".join((*(path.read_text() for path in sources), source(file)))
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
     path = pathlib.Path(tempfile.gettempdir()) / f"talk_kernels_{key}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             built = pathlib.Path(folder) / path.name
             command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE"]
-            command += [f'-DKERNEL_FILE="{kernels}"', str(sources[0]), "-o", str(built)]
+            command += [f'-DKERNEL_FILE="{source_path(file)}"', f"-DPROBLEM={PROBLEMS[file]}"]
+            command += [str(sources[0]), "-o", str(built)]
             subprocess.run(command, check=True)
             built.replace(path)
     return ctypes.CDLL(str(path))
@@ -52,12 +56,11 @@ class Host:
     def __init__(self, seed=0, shared_memory=SHARED_MEMORY):
         self.seed, self.shared_memory, self.launched = seed, shared_memory, []
 
-    def launch(self, dtype, name, blocks, threads, shared, problem):
+    def launch(self, file, dtype, name, blocks, threads, shared, problem):
         self.launched.append(name)
-        code = library().launch(
-            getattr(library(), name),
-            ctypes.c_void_p(problem.ctypes.data),
-            blocks, threads, ctypes.c_size_t(shared), self.seed,
+        code = library(file).launch(
+            getattr(library(file), name), problem, *blocks, threads, ctypes.c_size_t(shared),
+            self.seed,
         )  # fmt: skip
         assert code == 0, (name, ("", "a deadlock", "past the shared memory")[code])
 
@@ -109,12 +112,8 @@ def check(host, arguments, max_left, max_right):
 
 
 def test_python_and_cuda_agree():
-    library().problem_bytes.restype = ctypes.c_size_t
-    assert library().problem_bytes() == cuda_backend._PROBLEM.itemsize
-    source = cuda_backend.source_path().read_text()
-    for name in ("LANES", "ROWS", "BACKWARD_THREADS"):
-        number = int(re.search(rf"constexpr int {name} = (\d+);", source)[1])
-        assert number == getattr(cuda_backend, f"_{name}"), name
+    for file, struct in PROBLEMS.items():
+        assert library(file).problem_bytes() == Layout(file, struct).size
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -324,7 +323,7 @@ def test_short_convolutions(K, left, shape, dtype):
     x, dout, weight = (torch.randn(*size).to(dtype) for size in (shape, shape, (K, shape[2])))
     host = Host()
     check_short_conv(host.short_conv(x, weight, dout, left), short_conv(x, weight, dout, left))
-    wide = shape[2] % cuda_backend._BACKWARD_WIDTH[str(dtype).removeprefix("torch.")] == 0
+    wide = shape[2] % cuda_plan._BACKWARD_WIDTH[str(dtype).removeprefix("torch.")] == 0
     assert sum("wide" in name for name in host.launched) == 2 * wide
 
 

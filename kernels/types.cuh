@@ -1,0 +1,97 @@
+// The types of elements, and packs of neighbouring channels: what every kernel file shares.
+//
+// talk_fairseq/cuda_backend.py puts this file's text where a kernel file includes it: NVRTC compiles
+// without any header, and CuPy's cache on disk knows a source by its text alone.
+
+#ifndef TALK_HALF_TO_FLOAT
+__device__ inline float talk_half_to_float(unsigned short bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+__device__ inline unsigned short talk_float_to_half(float value) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+#define TALK_HALF_TO_FLOAT talk_half_to_float
+#define TALK_FLOAT_TO_HALF talk_float_to_half
+#define TALK_FLOAT_BITS __float_as_uint
+#define TALK_BITS_FLOAT __uint_as_float
+#endif
+
+struct float16 { unsigned short bits; };
+struct bfloat16 { unsigned short bits; };
+
+// What a storage type is computed in, what the forward pass scans it in, and what stands for 1 in
+// sums of rows. bfloat16 reaches as far as float32, which would overflow: sums hold 2^-16 of it,
+// with room for 65,536 of its largest rows. Its least number, 2^-133, becomes 2^-149, float32's
+// least (where small floats are flushed to 0, sums below 2^-110 are).
+template <typename Compute_, typename Sum_, int bits = 0> struct TypesOf {
+    using Compute = Compute_;
+    using Sum = Sum_;
+    static constexpr float unit = 1.0f / (1 << bits);
+};
+template <typename X> struct Types;
+template <> struct Types<double> : TypesOf<double, double> {};
+template <> struct Types<float> : TypesOf<float, double> {};
+template <> struct Types<float16> : TypesOf<float, float> {};
+template <> struct Types<bfloat16> : TypesOf<float, float, 16> {};
+
+__device__ inline double widen(double value) { return value; }
+__device__ inline float widen(float value) { return value; }
+__device__ inline float widen(float16 value) { return TALK_HALF_TO_FLOAT(value.bits); }
+__device__ inline float widen(bfloat16 value) {
+    return TALK_BITS_FLOAT(static_cast<unsigned int>(value.bits) << 16);
+}
+
+__device__ inline void narrow(double value, double& stored) { stored = value; }
+__device__ inline void narrow(float value, float& stored) { stored = value; }
+__device__ inline void narrow(float value, float16& stored) {
+    stored.bits = TALK_FLOAT_TO_HALF(value);
+}
+__device__ inline void narrow(float value, bfloat16& stored) {
+    // To nearest, ties to even. A NaN must not be rounded: its carry could make an infinity.
+    const unsigned int bits = TALK_FLOAT_BITS(value);
+    const unsigned int rounded = bits + 0x7fff + (bits >> 16 & 1);
+    stored.bits = static_cast<unsigned short>((value == value ? rounded : bits | 0x400000) >> 16);
+}
+
+// N neighbouring channels: one vector load or store, as long as they fill at most 16 bytes.
+template <typename V, int N> struct Pack {
+    static constexpr int bytes = sizeof(V) * N;
+    alignas(bytes < 16 ? bytes : 16) V v[N];
+};
+
+template <typename V, int N> __device__ inline Pack<V, N> load(const V* from) {
+    return *reinterpret_cast<const Pack<V, N>*>(from);
+}
+
+template <typename S, typename V, int N>
+__device__ inline void add(Pack<S, N>& sum, const Pack<V, N>& value) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) sum.v[n] += Types<V>::unit * widen(value.v[n]);
+}
+
+template <typename F, typename X, int N>
+__device__ inline Pack<F, N> widened(const Pack<X, N>& value) {
+    Pack<F, N> wide;
+#pragma unroll
+    for (int n = 0; n < N; ++n) wide.v[n] = widen(value.v[n]);
+    return wide;
+}
+
+template <typename X, typename F, int N>
+__device__ inline void store(X* to, const Pack<F, N>& value, F scale) {
+    Pack<X, N> stored;
+#pragma unroll
+    for (int n = 0; n < N; ++n) narrow(value.v[n] * scale, stored.v[n]);
+    *reinterpret_cast<Pack<X, N>*>(to) = stored;
+}
+
+// A kernel of blocks of at most so many threads, of which so many blocks are to share the 65,536
+// registers of a multiprocessor.
+#define TALK_KERNEL(name, type, Problem, threads, blocks, call)                                    \
+    extern "C" __global__ void __launch_bounds__(threads, blocks) name##_##type(const Problem p) { \
+        call;                                                                                      \
+    }

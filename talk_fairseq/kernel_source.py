@@ -1,0 +1,58 @@
+"""The CUDA kernel files as text, and what Python reads in it: constants and structs' layouts."""
+
+import functools
+import pathlib
+import re
+import struct
+
+
+def source_path(name):
+    """A file of ``kernels/``: inside the package (a wheel), or beside it in a checkout."""
+    here = pathlib.Path(__file__).resolve().parent
+    folders = (here / "kernels", here.parent / "kernels")
+    for folder in folders:
+        if (folder / name).is_file():
+            return folder / name
+    raise FileNotFoundError(f"{name}: neither in {folders[0]} nor in {folders[1]}")
+
+
+@functools.cache
+def source(name):
+    """The text of a kernel file, with the text of each file that it includes in its place."""
+    text = source_path(name).read_text()
+    return re.sub(r'^#include "([\w.]+)"$', lambda line: source(line[1]), text, flags=re.M)
+
+
+def compile_options(dtype):
+    """Options that compile the kernels of one dtype, such as ``"float16"``."""
+    return ("-std=c++17", "-DTALK_ONLY", f"-DTALK_{dtype}")
+
+
+def constants(name):
+    """The lines ``constexpr int NAME = 8;`` of a kernel file, by name."""
+    lines = re.findall(r"^constexpr int (\w+) = (\d+);", source(name), re.M)
+    return {constant: int(value) for constant, value in lines}
+
+
+class Layout:
+    """How a struct of a kernel file lies in memory: its members in their order.
+
+    Attributes:
+        pointers: names of the members that point to a tensor; they come first.
+        numbers: names of the others.
+    """
+
+    _CODES = {"*": "P", "double": "d", "int": "i"}
+
+    def __init__(self, name, struct_name):
+        body = re.search(rf"^struct {struct_name} {{\n(.*?)^}};", source(name), re.M | re.S)[1]
+        codes, self.pointers, self.numbers = "", [], []
+        for line in re.sub(r"//.*", "", body).split(";")[:-1]:
+            kind, members = re.fullmatch(r"\s*(?:const )?(\w+\*?) ([\w, ]+)", line).groups()
+            names = members.split(", ")
+            pointer = kind.endswith("*")
+            codes += self._CODES["*" if pointer else kind] * len(names)
+            (self.pointers if pointer else self.numbers).extend(names)
+        self._struct = struct.Struct(codes + "0P")  # 0P: padded as a struct is
+        self.size = self._struct.size
+        self.pack = self._struct.pack
