@@ -143,8 +143,8 @@ __device__ inline void split(double offset, int max_rows, int rows, int& whole, 
 template <typename X> struct Offsets { typename Types<X>::Compute left, right; };
 
 template <typename X>
-__device__ inline Offsets<X> offsets_of(const Problem& p, int t, int b, int h) {
-    const long long at = (static_cast<long long>(t) * p.B + b) * p.H + h;
+__device__ inline Offsets<X> offsets_of(const Problem& p, int t, int head) {
+    const long long at = static_cast<long long>(t) * (p.B * p.H) + head;
     Offsets<X> offsets = {};
     offsets.left = load_offset<X>(p, p.offset_left, at);
     if (p.offset_right) offsets.right = load_offset<X>(p, p.offset_right, at);
@@ -164,21 +164,17 @@ __device__ inline Window<F> window_of(const Problem& p, int t, const Offsets<X>&
 }
 
 template <typename X, typename F>
-__device__ inline Window<F> window_of(const Problem& p, int t, int b, int h) {
-    return window_of<X, F>(p, t, offsets_of<X>(p, t, b, h));
+__device__ inline Window<F> window_of(const Problem& p, int t, int head) {
+    return window_of<X, F>(p, t, offsets_of<X>(p, t, head));
 }
 
 // ------------------------------------------------------------------------------- blocks, memory
 
-// What a block works on. Heads of all sentences run fastest and time slowest, so that the blocks
+// A block works on head blockIdx.x of the B * H heads of all sentences, on slab blockIdx.y of its
+// channels, and on tile blockIdx.z of time. Heads run fastest and time slowest, so that the blocks
 // that run together are neighbours in memory and find each other's halo in the cache.
-struct Place { int slab, h, b, tile; };
 
-__device__ inline Place place_of_block(const Problem& p) {
-    const int head = blockIdx.x;
-    return Place{static_cast<int>(blockIdx.y), head % p.H, head / p.H,
-                 static_cast<int>(blockIdx.z)};
-}
+__device__ inline int tile_start(const Problem& p) { return static_cast<int>(blockIdx.z) * p.tile; }
 
 // Hands out the block's shared memory piece by piece.
 struct Shared {
@@ -272,13 +268,13 @@ template <typename X, int N> __device__ void forward(const Problem& p) {
     constexpr int lanes = LANES;
     const int lane = threadIdx.x % lanes;
     const int segment = threadIdx.x / lanes, segments = blockDim.x / lanes;
-    const Place place = place_of_block(p);
-    const int t0 = place.tile * p.tile, tile = min(p.tile, p.T - t0);
+    const int head = blockIdx.x;
+    const int t0 = tile_start(p), tile = min(p.tile, p.T - t0);
     const int first = max(t0 - p.before, 0), staged = segments * ROWS;
-    const int c = (place.slab * lanes + lane) * N;
+    const int c = (blockIdx.y * lanes + lane) * N;
     const bool exists = c < p.R;
     const long long stride = static_cast<long long>(p.B) * p.C;
-    const long long at = static_cast<long long>(place.b) * p.C + place.h * p.R + (exists ? c : 0);
+    const long long at = static_cast<long long>(head) * p.R + (exists ? c : 0);
     const X* column = static_cast<const X*>(p.x) + at;
 
     Shared shared = shared_memory();
@@ -293,7 +289,7 @@ template <typename X, int N> __device__ void forward(const Problem& p) {
     const int own = threadIdx.x;
     Pack<X, N> rows[ROWS];
     load_segment(rows, column, stride, first + segment * ROWS, p.T);
-    const Offsets<X> offsets = offsets_of<X>(p, t0 + min(own, tile - 1), place.b, place.h);
+    const Offsets<X> offsets = offsets_of<X>(p, t0 + min(own, tile - 1), head);
     Pack<S, N> total = {};
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) add(total, rows[i]);
@@ -333,7 +329,7 @@ template <typename X, int N> __device__ void forward(const Problem& p) {
                 result.v[n] = (s2.v[n] - s1.v[n]) + w.left * (s1.v[n] - s0.v[n]) +
                               w.right * (s3.v[n] - s2.v[n]);
         } else {
-            const Window<S> rare = window_of<X, S>(p, t0 + i, place.b, place.h);
+            const Window<S> rare = window_of<X, S>(p, t0 + i, head);
             const bool direct = is_short<X>(rare.hi - rare.lo + 1);
             result = sum_rows<X, S, N>(column, stride, rare.lo, direct ? rare.hi : first - 1);
             if (!direct) {  // what is staged, and the rows before and after it
@@ -353,17 +349,17 @@ template <typename X, int N> __device__ void forward_sums(const Problem& p) {
     using S = typename Types<X>::Sum;
     constexpr int lanes = LANES;
     const int lane = threadIdx.x % lanes, segment = threadIdx.x / lanes;
-    const Place place = place_of_block(p);
-    const int c = (place.slab * lanes + lane) * N;
+    const int head = blockIdx.x;
+    const int c = (blockIdx.y * lanes + lane) * N;
     const bool exists = c < p.R;
     const long long stride = static_cast<long long>(p.B) * p.C;
-    const long long at = static_cast<long long>(place.b) * p.C + place.h * p.R + (exists ? c : 0);
+    const long long at = static_cast<long long>(head) * p.R + (exists ? c : 0);
     const X* column = static_cast<const X*>(p.x) + at;
     Shared shared = shared_memory();
     Pack<S, N>* warps = shared.take<Pack<S, N>>(blockDim.x / 32 * lanes);
 
     Pack<X, N> rows[ROWS];
-    const int t0 = place.tile * p.tile + segment * ROWS;
+    const int t0 = tile_start(p) + segment * ROWS;
     load_segment(rows, column, stride, t0, p.T);
     Pack<S, N> total = {};
 #pragma unroll
@@ -377,7 +373,7 @@ template <typename X, int N> __device__ void forward_sums(const Problem& p) {
             *reinterpret_cast<Pack<S, N>*>(static_cast<S*>(p.sums) + at + (t0 + i) * stride) = sum;
     }
     if (segment == blockDim.x / lanes - 1)
-        for (int n = 0; n < N; ++n) p.totals[place.tile * stride + at + n] = sum.v[n];
+        for (int n = 0; n < N; ++n) p.totals[blockIdx.z * stride + at + n] = sum.v[n];
 }
 
 // Large windows, step 2: from the total of each chunk to the total of all the chunks before it.
@@ -414,17 +410,17 @@ template <typename X, int N> __device__ void forward_gather(const Problem& p) {
     constexpr int lanes = LANES;
     const int lane = threadIdx.x % lanes;
     const int segment = threadIdx.x / lanes, segments = blockDim.x / lanes;
-    const Place place = place_of_block(p);
-    const int t0 = place.tile * p.tile, tile = min(p.tile, p.T - t0);
-    const int c = (place.slab * lanes + lane) * N;
+    const int head = blockIdx.x;
+    const int t0 = tile_start(p), tile = min(p.tile, p.T - t0);
+    const int c = (blockIdx.y * lanes + lane) * N;
     const long long stride = static_cast<long long>(p.B) * p.C;
-    const long long at = static_cast<long long>(place.b) * p.C + place.h * p.R + c;
+    const long long at = static_cast<long long>(head) * p.R + c;
     const X* column = static_cast<const X*>(p.x) + at;
     const S* sums = static_cast<const S*>(p.sums) + at;
     Shared shared = shared_memory();
     Window<F>* windows = shared.take<Window<F>>(p.tile);
     for (int i = threadIdx.x; i < tile; i += blockDim.x)
-        windows[i] = window_of<X, F>(p, t0 + i, place.b, place.h);
+        windows[i] = window_of<X, F>(p, t0 + i, head);
     __syncthreads();
 
     if (c >= p.R) return;
@@ -662,24 +658,24 @@ __device__ void add_dots(F* dots, const Window<F>* windows, const Rows& dout, in
 
 // The gradients of the offsets of a tile from the dots of all channels of the head.
 template <typename X, typename F>
-__device__ void store_offset_gradients(const Problem& p, const Place& place, const F* dots,
+__device__ void store_offset_gradients(const Problem& p, int head, const F* dots,
                                        const Window<F>* windows, int t0, int tile) {
     const long long stride = static_cast<long long>(p.B) * p.C;
-    const long long head = static_cast<long long>(place.b) * p.C + place.h * p.R;
+    const long long channels = static_cast<long long>(head) * p.R;
     const auto gradient = [&](F dot, F fraction, int t, int row, int max_rows) {
         if (fraction != fraction) return fraction;
         const F value = dot * static_cast<F>(p.scale * max_rows);
         if (Types<X>::unit == 1 || value - value == 0) return value;
         // Not finite. Products of bfloat16 numbers may be too large for a float, and their sum not.
-        const X* d = static_cast<const X*>(p.dout) + head + t * stride;
-        const X* x = static_cast<const X*>(p.x) + head + row * stride;
+        const X* d = static_cast<const X*>(p.dout) + channels + t * stride;
+        const X* x = static_cast<const X*>(p.x) + channels + row * stride;
         double exact = 0;
 #pragma unroll 1
         for (int c = 0; c < p.R; ++c) exact += static_cast<double>(widen(d[c])) * widen(x[c]);
         return static_cast<F>(exact * p.scale * max_rows);
     };
     for (int i = threadIdx.x; i < tile; i += blockDim.x) {
-        const long long at = (static_cast<long long>(t0 + i) * p.B + place.b) * p.H + place.h;
+        const long long at = static_cast<long long>(t0 + i) * p.B * p.H + head;
         const Window<F> w = windows[i];
         store_offset<X>(p, p.d_offset_left, at,
                         gradient(dots[2 * i], w.left, t0 + i, w.lo - 1, p.max_left));
@@ -697,7 +693,7 @@ template <typename X> __device__ void reach(const Problem& p) {
     const int heads = p.B * p.H, head = at % heads;
     if (at / heads >= p.T) return;
     const int t = at / heads;
-    const Window<F> w = window_of<X, F>(p, t, head / p.H, head % p.H);
+    const Window<F> w = window_of<X, F>(p, t, head);
     const int lo = w.lo - (w.left != 0), hi = w.hi + (w.right != 0);
     for (int tile = lo / p.tile; tile <= hi / p.tile; ++tile) {
         const int t0 = tile * p.tile, first = max(t0 - p.before, 0);
@@ -711,7 +707,7 @@ template <typename X> __device__ void reach(const Problem& p) {
 // What time steps that are not staged add to a row: those with offsets far above 1. Slow and rare.
 template <typename X, int N> struct FarRows {
     const Problem& p;
-    const Place& place;
+    int head;
     const X* dout;
     bool active;
     int t0, from, first, last, to;  // time steps from ... first - 1 and last ... to - 1
@@ -725,7 +721,7 @@ template <typename X, int N> struct FarRows {
         }
     }
     __device__ void add_step(int t, int row, Pack<double, N>& whole) const {
-        const Window<double> w = window_of<X, double>(p, t, place.b, place.h);
+        const Window<double> w = window_of<X, double>(p, t, head);
         double weight = row >= w.lo && row <= w.hi;
         if (row == w.lo - 1) weight += w.left;
         if (row == w.hi + 1) weight += w.right;
@@ -741,12 +737,12 @@ template <typename X, int N> __device__ void backward(const Problem& p) {
     using S = typename Types<X>::Sum;
     const int lanes = p.lanes, lane = threadIdx.x % lanes;
     const int segment = threadIdx.x / lanes, segments = blockDim.x / lanes;
-    const Place place = place_of_block(p);
-    const int t0 = place.tile * p.tile, tile = min(p.tile, p.T - t0);
+    const int head = blockIdx.x;
+    const int t0 = tile_start(p), tile = min(p.tile, p.T - t0);
     const int first = max(t0 - p.before, 0), staged = min(t0 + tile + p.after, p.T) - first;
     const int capacity = min(p.before + p.tile + p.after, p.T);
     const long long stride = static_cast<long long>(p.B) * p.C;
-    const long long head = static_cast<long long>(place.b) * p.C + place.h * p.R;
+    const long long channels = static_cast<long long>(head) * p.R;
 
     Shared shared = shared_memory();
     Pack<X, N>* rows = shared.take<Pack<X, N>>(capacity * lanes);  // dout, for all lanes
@@ -760,14 +756,14 @@ template <typename X, int N> __device__ void backward(const Problem& p) {
     const Ends<F> ends{t0, tile, false, starts, entries};
     constexpr int BATCH = 4;  // rows that a thread loads together
     const int* far = p.reach;
-    if (far) far += ((static_cast<long long>(place.tile) * p.B + place.b) * p.H + place.h) * 2;
+    if (far) far += (static_cast<long long>(blockIdx.z) * p.B * p.H + head) * 2;
 
     for (int i = threadIdx.x; i < staged; i += blockDim.x)
-        windows[i] = window_of<X, F>(p, first + i, place.b, place.h);
+        windows[i] = window_of<X, F>(p, first + i, head);
     for (int i = threadIdx.x; i < 2 * tile; i += blockDim.x) dots[i] = 0;
     for (int c = lane * N; c - lane * N < p.R; c += lanes * N) {
         const bool active = c < p.R;
-        const X* dout = static_cast<const X*>(p.dout) + head + c;
+        const X* dout = static_cast<const X*>(p.dout) + channels + c;
         const X* inside = active ? dout : dout - c;
 #pragma unroll 1
         for (int begin = segment; begin < staged; begin += BATCH * segments) {
@@ -791,18 +787,18 @@ template <typename X, int N> __device__ void backward(const Problem& p) {
         const int from = min(segment * ROWS, tile), to = min(from + ROWS, tile);
         const Pack<double, N> sum = sum_of_earlier_segments(
             change<S, N>(ends, staged_rows, from, to), lanes, warps);
-        const FarRows<X, N> far_rows{p, place, dout, active, t0, first - (far ? far[0] : 0),
+        const FarRows<X, N> far_rows{p, head, dout, active, t0, first - (far ? far[0] : 0),
                                      first, first + staged, first + staged + (far ? far[1] : 0)};
-        X* dx = static_cast<X*>(p.out) + head + c;
+        X* dx = static_cast<X*>(p.out) + channels + c;
         const auto store_row = [=](int row, const Pack<F, N>& value) {
             if (active) store(dx + (t0 + row) * stride, value, scale_of_sums<X>(p));
         };
         walk<S, N>(ends, staged_rows, from, to, sum, far_rows, store_row);
         add_dots<X, F, N>(dots, windows + t0 - first, staged_rows, t0 - first, tile,
-                          static_cast<const X*>(p.x) + head + c, stride, active, lanes);
+                          static_cast<const X*>(p.x) + channels + c, stride, active, lanes);
         __syncthreads();
     }
-    store_offset_gradients<X>(p, place, dots, windows + t0 - first, t0, tile);
+    store_offset_gradients<X>(p, head, dots, windows + t0 - first, t0, tile);
 }
 
 // Large windows, step 1: the ends of whole sequences, sorted, a thread to an end; and between the
@@ -819,7 +815,7 @@ template <typename X, Step step> __device__ void sort_all_ends(const Problem& p)
     const long long head = at / (2LL * p.T);
     if (head >= static_cast<long long>(p.B) * p.H) return;
     const int i = at % (2LL * p.T), t = i < p.T ? i : i - p.T;
-    const Window<F> w = window_of<X, F>(p, t, head / p.H, head % p.H);
+    const Window<F> w = window_of<X, F>(p, t, head);
     sort_end<step>(ends_of_head<F>(p, head), w, i, p.T, p.slots + head * (4LL * p.T));
 }
 
@@ -834,21 +830,21 @@ template <typename X, int N> __device__ void changes(const Problem& p) {
     using F = typename Types<X>::Compute;
     using S = typename Types<X>::Sum;
     const int lanes = p.lanes, lane = threadIdx.x % lanes, segment = threadIdx.x / lanes;
-    const Place place = place_of_block(p);
-    const int from = min(place.tile * p.tile + segment * ROWS, p.T), to = min(from + ROWS, p.T);
+    const int head = blockIdx.x;
+    const int from = min(tile_start(p) + segment * ROWS, p.T), to = min(from + ROWS, p.T);
     const long long stride = static_cast<long long>(p.B) * p.C;
-    const Ends<F> ends = ends_of_head<F>(p, static_cast<long long>(place.b) * p.H + place.h);
+    const Ends<F> ends = ends_of_head<F>(p, head);
     Shared shared = shared_memory();
     Pack<double, N>* warps = shared.take<Pack<double, N>>(blockDim.x / 32 * lanes);
 
     for (int c = lane * N; c - lane * N < p.R; c += lanes * N) {
-        const long long at = static_cast<long long>(place.b) * p.C + place.h * p.R + c;
+        const long long at = static_cast<long long>(head) * p.R + c;
         const GlobalRows<X, N> dout{static_cast<const X*>(p.dout) + at, stride};
         Pack<double, N> total = {}, clipped = {};
         if (c < p.R) {
             total = change<S, N>(ends, dout, from, to);
             for (int t = from; t < to; ++t)
-                if (window_of<X, F>(p, t, place.b, place.h).lo <= 0) add(clipped, dout(t));
+                if (window_of<X, F>(p, t, head).lo <= 0) add(clipped, dout(t));
         }
         add(total, sum_of_earlier_segments(total, lanes, warps));
         __syncthreads();
@@ -856,8 +852,8 @@ template <typename X, int N> __device__ void changes(const Problem& p) {
         __syncthreads();
         if (c < p.R && segment == blockDim.x / lanes - 1)
             for (int n = 0; n < N; ++n) {
-                p.totals[place.tile * stride + at + n] = total.v[n];
-                p.clipped[place.tile * stride + at + n] = clipped.v[n];
+                p.totals[blockIdx.z * stride + at + n] = total.v[n];
+                p.clipped[blockIdx.z * stride + at + n] = clipped.v[n];
             }
     }
 }
@@ -871,28 +867,28 @@ template <typename X, int N> __device__ void backward_walk(const Problem& p) {
     using F = typename Types<X>::Compute;
     using S = typename Types<X>::Sum;
     const int lanes = p.lanes, lane = threadIdx.x % lanes, segment = threadIdx.x / lanes;
-    const Place place = place_of_block(p);
-    const int t0 = place.tile * p.tile, tile = min(p.tile, p.T - t0);
+    const int head = blockIdx.x;
+    const int t0 = tile_start(p), tile = min(p.tile, p.T - t0);
     const int from = min(t0 + segment * ROWS, t0 + tile), to = min(from + ROWS, t0 + tile);
     const long long stride = static_cast<long long>(p.B) * p.C;
-    const Ends<F> ends = ends_of_head<F>(p, static_cast<long long>(place.b) * p.H + place.h);
+    const Ends<F> ends = ends_of_head<F>(p, head);
     Shared shared = shared_memory();
     Pack<double, N>* warps = shared.take<Pack<double, N>>(blockDim.x / 32 * lanes);
     Window<F>* windows = shared.take<Window<F>>(p.tile);
     F* dots = shared.take<F>(2 * p.tile);
     for (int i = threadIdx.x; i < tile; i += blockDim.x)
-        windows[i] = window_of<X, F>(p, t0 + i, place.b, place.h);
+        windows[i] = window_of<X, F>(p, t0 + i, head);
     for (int i = threadIdx.x; i < 2 * tile; i += blockDim.x) dots[i] = 0;
 
     for (int c = lane * N; c - lane * N < p.R; c += lanes * N) {
         const bool active = c < p.R;
-        const long long at = static_cast<long long>(place.b) * p.C + place.h * p.R + c;
+        const long long at = static_cast<long long>(head) * p.R + c;
         const GlobalRows<X, N> dout{static_cast<const X*>(p.dout) + at, stride};
         Pack<double, N> sum = {};
         if (active) sum = change<S, N>(ends, dout, from, to);
         sum = sum_of_earlier_segments(sum, lanes, warps);
         if (active) {
-            for (int n = 0; n < N; ++n) sum.v[n] += p.totals[place.tile * stride + at + n];
+            for (int n = 0; n < N; ++n) sum.v[n] += p.totals[blockIdx.z * stride + at + n];
             X* dx = static_cast<X*>(p.out) + at;
             walk<S, N>(ends, dout, from, to, sum, NoFarRows{}, [=](int t, const Pack<F, N>& value) {
                 store(dx + t * stride, value, scale_of_sums<X>(p));
@@ -902,7 +898,7 @@ template <typename X, int N> __device__ void backward_walk(const Problem& p) {
                           active, lanes);
         __syncthreads();
     }
-    store_offset_gradients<X>(p, place, dots, windows, t0, tile);
+    store_offset_gradients<X>(p, head, dots, windows, t0, tile);
 }
 
 // ------------------------------------------------------------------------------------- decoding

@@ -57,6 +57,24 @@ __device__ inline void narrow(float value, bfloat16& stored) {
     stored.bits = static_cast<unsigned short>((value == value ? rounded : bits | 0x400000) >> 16);
 }
 
+// Two neighbours, which newer GPUs convert together.
+template <typename F, typename X> __device__ inline void narrow_pair(F first, F second, X* stored) {
+    narrow(first, stored[0]);
+    narrow(second, stored[1]);
+}
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+__device__ inline void narrow_pair(float first, float second, float16* stored) {
+    unsigned int both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+    *reinterpret_cast<unsigned int*>(stored) = both;
+}
+__device__ inline void narrow_pair(float first, float second, bfloat16* stored) {
+    unsigned int both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+    *reinterpret_cast<unsigned int*>(stored) = both;
+}
+#endif
+
 // N neighbouring channels: one vector load or store, as long as they fill at most 16 bytes.
 template <typename V, int N> struct Pack {
     static constexpr int bytes = sizeof(V) * N;
@@ -70,7 +88,10 @@ template <typename V, int N> __device__ inline Pack<V, N> load(const V* from) {
 template <typename S, typename V, int N>
 __device__ inline void add(Pack<S, N>& sum, const Pack<V, N>& value) {
 #pragma unroll
-    for (int n = 0; n < N; ++n) sum.v[n] += Types<V>::unit * widen(value.v[n]);
+    for (int n = 0; n < N; ++n) {
+        if constexpr (Types<V>::unit == 1) sum.v[n] += widen(value.v[n]);
+        else sum.v[n] += Types<V>::unit * widen(value.v[n]);
+    }
 }
 
 template <typename F, typename X, int N>
@@ -84,8 +105,10 @@ __device__ inline Pack<F, N> widened(const Pack<X, N>& value) {
 template <typename X, typename F, int N>
 __device__ inline void store(X* to, const Pack<F, N>& value, F scale) {
     Pack<X, N> stored;
+    if constexpr (N == 1) narrow(value.v[0] * scale, stored.v[0]);
 #pragma unroll
-    for (int n = 0; n < N; ++n) narrow(value.v[n] * scale, stored.v[n]);
+    for (int n = 0; n + 1 < N; n += 2)
+        narrow_pair(value.v[n] * scale, value.v[n + 1] * scale, stored.v + n);
     *reinterpret_cast<Pack<X, N>*>(to) = stored;
 }
 
