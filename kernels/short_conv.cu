@@ -40,7 +40,7 @@ struct Run {
 template <typename F, typename X, int N>
 __device__ inline void multiply_add(Pack<F, N>& sum, const Pack<F, N>& a, const Pack<X, N>& b) {
 #pragma unroll
-    for (int n = 0; n < N; ++n) sum.v[n] += a.v[n] * widen(b.v[n]);
+    for (int n = 0; n < N; ++n) sum.v[n] += a.v[n] * wide(b, n);
 }
 
 template <typename X, int N> __device__ void short_forward(const ShortProblem& p) {

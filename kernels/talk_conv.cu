@@ -63,8 +63,9 @@
 #include "types.cuh"
 
 constexpr int LANES = 8;          // threads across the channels of a row, in the forward pass
+constexpr int LONG_LANES = 2;     // likewise where windows are large
 constexpr int ROWS = 8;           // rows of a segment
-constexpr int SHORT = 3;          // windows of so many whole rows are added up directly
+constexpr int UNIT = 32;          // rows over which a prefix sum runs before it starts anew
 constexpr int MAX_THREADS = 512;
 constexpr int BACKWARD_THREADS = 448;
 
@@ -77,7 +78,8 @@ struct Problem {
     void* out;                 // (T, B, C): out, or dx in the backward pass
     void* d_offset_left;       // (T, B, H)
     void* d_offset_right;      // (T, B, H), or null
-    void* sums;                // (T, B, C): prefix sums within a chunk; large windows, forward
+    void* sums;                // (units, UNIT + 1, B, C): prefix sums within units; forward
+    double* bases;             // (units, B, C): what the units before a unit add up to; forward
     double* totals;            // (chunks, B, C): sums of chunks, then of all the chunks before;
     double* clipped;           // (chunks, B, C): windows that start at row 0; backward
     int* reach;                // (tiles, B, H, 2): how far before and after what a tile stages
@@ -90,7 +92,8 @@ struct Problem {
     int T, B, C, H, R;
     int max_left, max_right;
     int before, after;         // rows of halo on either side of a tile
-    int tile;                  // rows of a tile, chunk or run
+    int tile;                  // rows of a tile or chunk
+    int units, spans;          // units of a tile, or of all; entries of the table for each
     int lanes;                 // threads across the channels of a row, a power of two; backward
     int float32_offsets;       // beside a half x
     int ring, columns, steps;  // decoding: `sums` is (ring, columns, C), after so many time steps
@@ -221,160 +224,318 @@ __device__ Pack<S, N> sum_of_earlier_segments(Pack<S, N> total, int lanes, Pack<
 
 // -------------------------------------------------------------------------------------- forward
 
-// Rows from ... to of a column, one by one.
-template <typename X, typename S, int N>
-__device__ Pack<S, N> sum_rows(const X* column, long long stride, int from, int to) {
-    Pack<double, N> sum = {};
-#pragma unroll 1
-    for (int t = from; t <= to; ++t) add(sum, load<X, N>(column + t * stride));
-    return widened<S>(sum);
-}
+// Prefix sums within units of UNIT rows: row r of what is staged lies in unit r / UNIT, and
+// local[r + r / UNIT] is the sum of the rows of its unit before it. So a unit takes UNIT + 1 rows,
+// the last of which is its total. Staged row r is time step origin + r; at the start of a sequence
+// row 0 stands for time step -1, which is 0.
+constexpr int SEGMENTS = UNIT / ROWS;
 
-// Adds the rows that the window's ends cut, straight from global memory.
-template <typename X, typename F, int N>
-__device__ void add_ends(Pack<F, N>& sum, const Window<F>& w, const X* column, long long stride) {
-    const F left = w.left * Types<X>::unit, right = w.right * Types<X>::unit;
-    if (left != 0) {
-        const Pack<X, N> row = load<X, N>(column + (w.lo - 1) * stride);
-        for (int n = 0; n < N; ++n) sum.v[n] += left * widen(row.v[n]);
+// A window as rows of `local`: what stands before row lo - 1 and before row hi + 1 of the window.
+template <typename F> struct Span {
+    int lo, hi;     // lo < 0: the window is not staged; talk_forward has an entry of its table
+    F left, right;  // above lo's 16 bits
+};
+
+// Rows of packs in shared memory: those of the lanes stand side by side, in parts of 16 bytes.
+template <typename V, int N, int lanes> struct SharedPrefix {
+    static constexpr int PARTS = sizeof(V) * N <= 16 ? 1 : sizeof(V) * N / 16, PART = N / PARTS;
+    Pack<V, PART>* first;
+
+    static __device__ SharedPrefix take(Shared& shared, int rows) {
+        return {shared.take<Pack<V, PART>>(rows * PARTS * lanes) + threadIdx.x % lanes};
     }
-    if (right != 0) {
-        const Pack<X, N> row = load<X, N>(column + (w.hi + 1) * stride);
-        for (int n = 0; n < N; ++n) sum.v[n] += right * widen(row.v[n]);
+    __device__ Pack<V, N> operator[](int row) const {
+        Pack<V, N> whole;
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+            whole.v[n] = first[(row * PARTS + n / PART) * lanes].v[n % PART];
+        return whole;
     }
-}
+    __device__ void put(int row, const Pack<V, N>& whole) const {
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+            Pack<V, PART> piece;
+#pragma unroll
+            for (int n = 0; n < PART; ++n) piece.v[n] = whole.v[part * PART + n];
+            first[(row * PARTS + part) * lanes] = piece;
+        }
+    }
+};
 
-// Is a window better added up row by row? Only where the scan is no finer than the result.
-template <typename X> __device__ inline bool is_short(int rows) {
-    return sizeof(typename Types<X>::Sum) == sizeof(typename Types<X>::Compute) && rows <= SHORT;
-}
+// The same in global memory.
+template <typename V, int N> struct GlobalPrefix {
+    V* column;
+    long long stride;
 
-// The rows of a segment, from row t on. Loads without branches, so that all of them are under way
-// together, and with what is loaded next: in place of a row that does not exist, the last.
+    __device__ Pack<V, N> operator[](int row) const { return load<V, N>(column + row * stride); }
+    __device__ void put(int row, const Pack<V, N>& whole) const {
+        *reinterpret_cast<Pack<V, N>*>(column + row * stride) = whole;
+    }
+};
+
+// A segment of rows from time step t on. Loads without branches, so that all of them are under
+// way together, and with what is loaded next: in place of a row that does not exist, a neighbour.
 template <typename X, int N>
 __device__ inline void load_segment(Pack<X, N> (&rows)[ROWS], const X* column, long long stride,
                                     int t, int T) {
-    const X* row = column + min(t, T - 1) * stride;
+    const X* row = column + max(min(t, T - 1), 0) * stride;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         rows[i] = load<X, N>(row);
-        row += t + i + 1 < T ? stride : 0;
+        row += t + i >= 0 && t + i + 1 < T ? stride : 0;
     }
+    if (t < 0) rows[0] = {};
 }
 
-template <typename X, int N> __device__ void forward(const Problem& p) {
+// Writes the prefix sums of a segment. The threads of a warp hold whole units and call it together.
+template <typename F, int lanes, typename X, int N, typename Prefix>
+__device__ inline void scan_segment(Pack<X, N> (&rows)[ROWS], const Prefix& local,
+                                    int segment, unsigned int zero) {
+    const int place = threadIdx.x / lanes % SEGMENTS;
+    Pack<F, N> total = {}, sum = {};
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) add(total, rows[i]);
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int before = SEGMENTS - 1; before > 0; --before) {
+            const F other = __shfl_up_sync(0xffffffffu, total.v[n], before * lanes);
+            if (place >= before) sum.v[n] += other;
+        }
+    const int row = segment * ROWS + segment / SEGMENTS;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        if constexpr (sizeof(X) == 2 && N % 2 == 0) for (int k = 0; k < N / 2; ++k) rows[i].pair[k] ^= zero;
+        local.put(row + i, sum);
+        add(sum, rows[i]);
+    }
+    if (place == SEGMENTS - 1) local.put(row + ROWS, sum);
+}
+
+// A window in staged rows.
+template <typename F> __device__ inline Span<F> span_of(const Window<F>& w, int origin) {
+    const unsigned int lo = w.lo - 1 - origin, hi = w.hi + 1 - origin;  // huge where not staged
+    return {static_cast<int>(lo + lo / UNIT), static_cast<int>(hi + hi / UNIT), w.left, w.right};
+}
+
+// What the units between the ends of a window add up to: from that of row lo to that before hi's.
+template <typename F, int N, typename Bases>
+__device__ inline Pack<F, N> units_between(const Bases& bases, const Span<F>& w) {
+    const Pack<double, N> lo = bases[w.lo / (UNIT + 1)], hi = bases[w.hi / (UNIT + 1)];
+    Pack<F, N> sum;
+#pragma unroll
+    for (int n = 0; n < N; ++n) sum.v[n] = static_cast<F>(hi.v[n] - lo.v[n]);
+    return sum;
+}
+
+// The rows of a window, from what the units between its ends add up to.
+template <typename F, int N, typename Prefix>
+__device__ inline Pack<F, N> window_sum(Pack<F, N> sum, const Prefix& local, const Span<F>& w) {
+    const Pack<F, N> p0 = local[w.lo], p1 = local[w.lo + 1], q0 = local[w.hi];
+    // 0 times a row after the window would be NaN if that is not finite.
+    const Pack<F, N> q1 = local[w.right != 0 ? w.hi + 1 : w.hi];
+    const F whole_left = 1 - w.left;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        // In this order rows of zeros, which may be padding, change no bit.
+        sum.v[n] += q0.v[n];
+        sum.v[n] += w.right * (q1.v[n] - q0.v[n]);
+        sum.v[n] -= whole_left * p1.v[n];
+        sum.v[n] -= w.left * p0.v[n];
+    }
+    return sum;
+}
+
+// A window that reaches beyond what is staged: those rows one by one. Slow and rare.
+template <typename X, typename F, int N, typename Prefix>
+__device__ Pack<F, N> far_window(const Problem& p, int t, int head, const X* column,
+                                 long long stride, const Prefix& local, int origin, int staged) {
+    const Window<F> w = window_of<X, F>(p, t, head);
+    const int lo = max(w.lo - origin, 0), hi = min(w.hi + 1 - origin, staged - 1);
+    Pack<typename Types<X>::Sum, N> sum = {};
+#pragma unroll 1
+    for (int row = w.lo; row <= w.hi; ++row) {
+        if (row == origin + lo) row = origin + hi;
+        if (row <= w.hi) add(sum, load<X, N>(column + row * stride));
+    }
+#pragma unroll 1
+    for (int unit = lo / UNIT; unit < hi / UNIT; ++unit)
+        add(sum, local[unit * (UNIT + 1) + UNIT]);
+    const Pack<F, N> before = local[lo + lo / UNIT], until = local[hi + hi / UNIT];
+    const F left = w.left * Types<X>::unit, right = w.right * Types<X>::unit;
+    Pack<X, N> row_left = {}, row_right = {};
+    if (left != 0) row_left = load<X, N>(column + (w.lo - 1) * stride);
+    if (right != 0) row_right = load<X, N>(column + (w.hi + 1) * stride);
+    Pack<F, N> result;
+    for (int n = 0; n < N; ++n)
+        result.v[n] = static_cast<F>(sum.v[n] + until.v[n] - before.v[n]) +
+                      left * wide(row_left, n) + right * wide(row_right, n);
+    return result;
+}
+
+// Windows that shared memory holds. The units between a window's ends come from a table of the
+// sums of up to p.spans - 1 units from each on (TABLE), or, where windows are large and a thread
+// stages several segments, from a prefix sum over units in double.
+template <typename X, int N, int lanes, bool TABLE> __device__ void forward(const Problem& p) {
     using F = typename Types<X>::Compute;
-    using S = typename Types<X>::Sum;
-    constexpr int lanes = LANES;
-    const int lane = threadIdx.x % lanes;
-    const int segment = threadIdx.x / lanes, segments = blockDim.x / lanes;
-    const int head = blockIdx.x;
+    const int segment = threadIdx.x / lanes, segments = blockDim.x / lanes, head = blockIdx.x;
+    const int c = (blockIdx.y * lanes + threadIdx.x % lanes) * N;
     const int t0 = tile_start(p), tile = min(p.tile, p.T - t0);
-    const int first = max(t0 - p.before, 0), staged = segments * ROWS;
-    const int c = (blockIdx.y * lanes + lane) * N;
-    const bool exists = c < p.R;
+    const int origin = max(t0 - p.before, -1), units = p.units, staged = units * UNIT;
     const long long stride = static_cast<long long>(p.B) * p.C;
-    const long long at = static_cast<long long>(head) * p.R + (exists ? c : 0);
+    const long long at = static_cast<long long>(head) * p.R + (c < p.R ? c : 0);
     const X* column = static_cast<const X*>(p.x) + at;
 
     Shared shared = shared_memory();
-    // Row r of `sums` is the sum of staged rows 0 ... r - 1, for r from 0 to `staged`. Rows -1 and
-    // staged + 1 are there to be read where no row is cut, at the edges of the sequence.
-    Pack<S, N>* sums = shared.take<Pack<S, N>>((staged + 3) * lanes) + lanes + lane;
-    Pack<S, N>* warps = shared.take<Pack<S, N>>(blockDim.x / 32 * lanes);
-    Window<S>* windows = shared.take<Window<S>>(p.tile);
+    using Local = SharedPrefix<F, N, lanes>;
+    const Local local = Local::take(shared, units * (UNIT + 1));
+    const Local table = Local::take(shared, TABLE ? units * p.spans : 0);
+    using Bases = SharedPrefix<double, N, lanes>;
+    const Bases bases = Bases::take(shared, TABLE ? 0 : units);
+    Span<F>* spans = shared.take<Span<F>>(p.tile);
 
-    // The rows of the segment and the offsets of one window: a block has no fewer threads than its
-    // tile has rows. What stands for rows and channels that do not exist, nothing reads.
-    const int own = threadIdx.x;
-    Pack<X, N> rows[ROWS];
-    load_segment(rows, column, stride, first + segment * ROWS, p.T);
-    const Offsets<X> offsets = offsets_of<X>(p, t0 + min(own, tile - 1), head);
-    Pack<S, N> total = {};
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) add(total, rows[i]);
-    Pack<S, N> sum = sum_of_earlier_segments(total, lanes, warps);
-    if (own < tile) {
-        Window<S> w = window_of<X, S>(p, t0 + own, offsets);
-        w.lo -= first, w.hi -= first;
-        // Slow, and rare: a short window, or one whose rows (cut ones too) are not all staged.
-        const bool left = w.lo > 0 || (w.lo == 0 && first == 0);
-        const bool right = w.hi + 1 < staged || (w.hi + 1 == staged && first + staged >= p.T);
-        if (!left || !right || is_short<X>(w.hi - w.lo + 1)) w.lo = -1;
-        windows[own] = w;
+    const auto stage = [&](int segment, int own) {
+        // The last tile leaves out what lies beyond the sequence, a warp at a time.
+        const int warp_row = (segment - threadIdx.x % 32 / lanes) * ROWS;
+        const bool loads = warp_row < staged && origin + warp_row <= p.T;
+        Pack<X, N> rows[ROWS];
+        if (loads) load_segment(rows, column, stride, origin + segment * ROWS, p.T);
+        const Offsets<X> offsets = offsets_of<X>(p, t0 + min(own, tile - 1), head);
+        if (loads) scan_segment<F, lanes>(rows, local, segment, p.T >> 31);
+        if (own < tile) {
+            const Window<F> w = window_of<X, F>(p, t0 + own, offsets);
+            Span<F> span = span_of(w, origin);
+            const int unit = (w.lo - 1 - origin) / UNIT, reach = (w.hi + 1 - origin) / UNIT - unit;
+            bool near = w.lo - 1 >= origin && w.hi + 1 < origin + staged;
+            if (TABLE) near = near && reach < p.spans, span.lo |= (unit * p.spans + reach) << 16;
+            if (!near) span.lo = -1;
+            spans[own] = span;
+        }
+    };
+    stage(segment, threadIdx.x);
+    if (!TABLE)
+        for (int own = blockDim.x; own < max(tile, staged / ROWS * lanes); own += blockDim.x)
+            stage(segment + own / lanes, own + threadIdx.x);
+    __syncthreads();
+    if (TABLE) {
+        for (int unit = segment; unit < units; unit += segments) {
+            Pack<F, N> sum = {};
+            for (int reach = 0; reach < p.spans; ++reach) {
+                table.put(unit * p.spans + reach, sum);
+                if (unit + reach < units) add(sum, local[(unit + reach) * (UNIT + 1) + UNIT]);
+            }
+        }
+    } else {
+        for (int unit = segment; unit < units; unit += segments) {
+            Pack<double, N> sum = {};
+#pragma unroll 4
+            for (int k = 0; k < unit; ++k) add(sum, local[k * (UNIT + 1) + UNIT]);
+            bases.put(unit, sum);
+        }
     }
-    if (segment == 0) sums[-lanes] = sums[0] = sum;
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        add(sum, rows[i]);
-        sums[(segment * ROWS + i + 1) * lanes] = sum;
-    }
-    if (segment == segments - 1) sums[(staged + 1) * lanes] = sum;
     __syncthreads();
 
-    if (!exists) return;
+    if (c >= p.R) return;
+    const F scale = scale_of_sums<X>(p);
+    bool far = false;
     X* out = static_cast<X*>(p.out) + at + (t0 + segment) * stride;
 #pragma unroll 1
     for (int i = segment; i < tile; i += segments, out += segments * stride) {
-        const Window<S> w = windows[i];
-        Pack<S, N> result;
-        if (w.lo >= 0) {
-            const Pack<S, N>* row_lo = sums + w.lo * lanes;
-            const Pack<S, N>* row_hi = sums + w.hi * lanes;
-            const Pack<S, N> s0 = row_lo[-lanes], s1 = row_lo[0];
-            // 0 times a row after the window would be NaN if that is not finite.
-            const Pack<S, N> s2 = row_hi[lanes], s3 = row_hi[w.right != 0 ? 2 * lanes : lanes];
-#pragma unroll
-            for (int n = 0; n < N; ++n)
-                result.v[n] = (s2.v[n] - s1.v[n]) + w.left * (s1.v[n] - s0.v[n]) +
-                              w.right * (s3.v[n] - s2.v[n]);
-        } else {
-            const Window<S> rare = window_of<X, S>(p, t0 + i, head);
-            const bool direct = is_short<X>(rare.hi - rare.lo + 1);
-            result = sum_rows<X, S, N>(column, stride, rare.lo, direct ? rare.hi : first - 1);
-            if (!direct) {  // what is staged, and the rows before and after it
-                add(result, sum_rows<X, S, N>(column, stride, first + staged, rare.hi));
-                const Pack<S, N> s1 = sums[max(rare.lo - first, 0) * lanes];
-                const Pack<S, N> s2 = sums[min(rare.hi + 1 - first, staged) * lanes];
-                for (int n = 0; n < N; ++n) result.v[n] += s2.v[n] - s1.v[n];
-            }
-            add_ends<X>(result, rare, column, stride);
+        Span<F> w = spans[i];
+        if (w.lo < 0) {
+            far = true;
+            continue;
         }
-        store(out, widened<F>(result), scale_of_sums<X>(p));
+        Pack<F, N> sum;
+        if constexpr (TABLE) {
+            sum = table[w.lo >> 16];
+            w.lo &= 0xffff;
+        } else {
+            sum = units_between<F, N>(bases, w);
+        }
+        store(out, window_sum(sum, local, w), scale);
     }
+    if (!far) return;
+    out = static_cast<X*>(p.out) + at + t0 * stride;
+#pragma unroll 1
+    for (int i = segment; i < tile; i += segments)
+        if (spans[i].lo < 0)
+            store(out + i * stride, far_window<X, F, N>(p, t0 + i, head, column, stride, local, origin, staged), scale);
 }
 
-// Large windows, step 1: sums[t] = the rows from the start of t's chunk to t, and their totals.
+// Windows beyond shared memory, step 1: the prefix sums of each unit.
 template <typename X, int N> __device__ void forward_sums(const Problem& p) {
-    using S = typename Types<X>::Sum;
-    constexpr int lanes = LANES;
-    const int lane = threadIdx.x % lanes, segment = threadIdx.x / lanes;
-    const int head = blockIdx.x;
-    const int c = (blockIdx.y * lanes + lane) * N;
-    const bool exists = c < p.R;
+    using F = typename Types<X>::Compute;
+    const int segment = blockIdx.z * (blockDim.x / LANES) + threadIdx.x / LANES;
+    const int c = (blockIdx.y * LANES + threadIdx.x % LANES) * N;
     const long long stride = static_cast<long long>(p.B) * p.C;
-    const long long at = static_cast<long long>(head) * p.R + (exists ? c : 0);
-    const X* column = static_cast<const X*>(p.x) + at;
-    Shared shared = shared_memory();
-    Pack<S, N>* warps = shared.take<Pack<S, N>>(blockDim.x / 32 * lanes);
-
+    const long long at = static_cast<long long>(blockIdx.x) * p.R + (c < p.R ? c : 0);
+    if (segment / SEGMENTS >= p.units) return;
     Pack<X, N> rows[ROWS];
-    const int t0 = tile_start(p) + segment * ROWS;
-    load_segment(rows, column, stride, t0, p.T);
-    Pack<S, N> total = {};
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) add(total, rows[i]);
-    Pack<S, N> sum = sum_of_earlier_segments(total, lanes, warps);
-    if (!exists) return;
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        add(sum, rows[i]);
-        if (t0 + i < p.T)
-            *reinterpret_cast<Pack<S, N>*>(static_cast<S*>(p.sums) + at + (t0 + i) * stride) = sum;
-    }
-    if (segment == blockDim.x / lanes - 1)
-        for (int n = 0; n < N; ++n) p.totals[blockIdx.z * stride + at + n] = sum.v[n];
+    load_segment(rows, static_cast<const X*>(p.x) + at, stride, segment * ROWS - 1, p.T);
+    // Lanes beyond the channels of the head write what the first of them writes too.
+    const GlobalPrefix<F, N> local{static_cast<F*>(p.sums) + at, stride};
+    scan_segment<F, LANES>(rows, local, segment, p.T >> 31);
 }
+
+// Step 2: what the units before each unit add up to. A block takes 32 channels of B * C, and each
+// of its warps GROUP units at a turn; the order of additions does not depend on T.
+template <typename F> __device__ void forward_bases(const Problem& p) {
+    constexpr int GROUP = 16;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const long long stride = static_cast<long long>(p.B) * p.C, at = blockIdx.x * 32LL + lane;
+    const F* totals = static_cast<const F*>(p.sums) + UNIT * stride + at;
+    double* sums = shared_memory().take<double>(blockDim.x);
+    double all = 0;
+    for (int turn = 0; turn < p.units; turn += warps * GROUP) {
+        const int from = turn + warp * GROUP;
+        F units[GROUP];
+        double sum = 0;
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i) {
+            const bool exists = from + i < p.units && at < stride;
+            units[i] = exists ? totals[(from + i) * (UNIT + 1) * stride] : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i) sum += units[i];
+        sums[threadIdx.x] = sum;
+        __syncthreads();
+        for (int w = 0; w < warps; ++w) {
+            if (w == warp) sum = all;
+            all += sums[w * 32 + lane];
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i) {
+            if (from + i < p.units && at < stride) p.bases[(from + i) * stride + at] = sum;
+            sum += units[i];
+        }
+    }
+}
+
+// Step 3: the windows.
+template <typename X, int N> __device__ void forward_gather(const Problem& p) {
+    using F = typename Types<X>::Compute;
+    const int segment = threadIdx.x / LANES, segments = blockDim.x / LANES, head = blockIdx.x;
+    const int c = (blockIdx.y * LANES + threadIdx.x % LANES) * N;
+    const int t0 = tile_start(p), tile = min(p.tile, p.T - t0);
+    const long long stride = static_cast<long long>(p.B) * p.C;
+    const long long at = static_cast<long long>(head) * p.R + c;
+    const GlobalPrefix<F, N> local{static_cast<F*>(p.sums) + at, stride};
+    const GlobalPrefix<double, N> bases{p.bases + at, stride};
+    Span<F>* spans = shared_memory().take<Span<F>>(p.tile);
+    for (int i = threadIdx.x; i < tile; i += blockDim.x)
+        spans[i] = span_of(window_of<X, F>(p, t0 + i, head), -1);
+    __syncthreads();
+    if (c >= p.R) return;
+    for (int i = segment; i < tile; i += segments) {
+        const Span<F> w = spans[i];
+        const Pack<F, N> sum = window_sum(units_between<F, N>(bases, w), local, w);
+        store(static_cast<X*>(p.out) + at + (t0 + i) * stride, sum, scale_of_sums<X>(p));
+    }
+}
+
+// ------------------------------------------------------------------------------------- backward
 
 // Large windows, step 2: from the total of each chunk to the total of all the chunks before it.
 // In the backward pass the running sum starts with the windows that start at row 0.
@@ -402,52 +563,6 @@ __device__ inline void scan_chunks(const Problem& p) {
             }
     }
 }
-
-// Large windows, step 3: the difference of the prefix sums at a window's ends.
-template <typename X, int N> __device__ void forward_gather(const Problem& p) {
-    using F = typename Types<X>::Compute;
-    using S = typename Types<X>::Sum;
-    constexpr int lanes = LANES;
-    const int lane = threadIdx.x % lanes;
-    const int segment = threadIdx.x / lanes, segments = blockDim.x / lanes;
-    const int head = blockIdx.x;
-    const int t0 = tile_start(p), tile = min(p.tile, p.T - t0);
-    const int c = (blockIdx.y * lanes + lane) * N;
-    const long long stride = static_cast<long long>(p.B) * p.C;
-    const long long at = static_cast<long long>(head) * p.R + c;
-    const X* column = static_cast<const X*>(p.x) + at;
-    const S* sums = static_cast<const S*>(p.sums) + at;
-    Shared shared = shared_memory();
-    Window<F>* windows = shared.take<Window<F>>(p.tile);
-    for (int i = threadIdx.x; i < tile; i += blockDim.x)
-        windows[i] = window_of<X, F>(p, t0 + i, head);
-    __syncthreads();
-
-    if (c >= p.R) return;
-    for (int i = segment; i < tile; i += segments) {
-        const Window<F> w = windows[i];
-        Pack<F, N> result;
-        if (is_short<X>(w.hi - w.lo + 1)) {
-            result = sum_rows<X, F, N>(column, stride, w.lo, w.hi);
-        } else {
-            const int before = w.lo - 1, from = max(before, 0) / p.tile, to = max(w.hi, 0) / p.tile;
-            Pack<S, N> s0 = {}, s1 = {};
-            if (before >= 0) s0 = load<S, N>(sums + before * stride);
-            if (w.hi >= 0) s1 = load<S, N>(sums + w.hi * stride);
-            for (int n = 0; n < N; ++n) {
-                double whole = s1.v[n] - s0.v[n];
-                if (from != to)
-                    whole += p.totals[to * stride + at + n] - p.totals[from * stride + at + n];
-                result.v[n] = static_cast<F>(whole);
-            }
-        }
-        add_ends<X>(result, w, column, stride);
-        X* out = static_cast<X*>(p.out) + at + (t0 + i) * stride;
-        store(out, result, scale_of_sums<X>(p));
-    }
-}
-
-// ------------------------------------------------------------------------------------- backward
 
 template <typename F> struct Entry {
     int t;
@@ -728,7 +843,7 @@ template <typename X, int N> struct FarRows {
         if (weight == 0) return;
         weight *= Types<X>::unit;
         const Pack<X, N> d = load<X, N>(dout + t * (static_cast<long long>(p.B) * p.C));
-        for (int n = 0; n < N; ++n) whole.v[n] += weight * widen(d.v[n]);
+        for (int n = 0; n < N; ++n) whole.v[n] += weight * wide(d, n);
     }
 };
 
@@ -947,7 +1062,7 @@ template <typename X, int N> __device__ void update(const Problem& p) {
         const Ring<F, N> ring{p, b, c};
         Pack<F, N> now = slot == 0 ? Pack<F, N>{} : ring.at(slot - 1);
         const Pack<X, N> row = load<X, N>(static_cast<const X*>(p.x) + step * p.C + c);
-        for (int n = 0; n < N; ++n) now.v[n] += widen(row.v[n]);
+        for (int n = 0; n < N; ++n) now.v[n] += wide(row, n);
         *reinterpret_cast<Pack<F, N>*>(ring.row(slot, b)) = now;
         if (p.origin && c == 0) p.origin[static_cast<long long>(slot) * p.B + b] = b;
 
@@ -978,18 +1093,20 @@ template <typename X, int N> __device__ void update(const Problem& p) {
 
 // For one storage type X: kernels that move N channels at a time (`wide`: N divides R, and rows
 // are aligned), kernels for any R (`narrow`), and those that need not tell the two apart.
-#define TALK_WIDTH(type, X, forward_n, backward_n)                                                \
-    TALK_KERNEL(talk_forward, type, Problem, MAX_THREADS, sizeof(X) == 8 ? 1 : 2,                          \
-                (forward<X, forward_n>(p)))                                                       \
-    TALK_KERNEL(talk_forward_sums, type, Problem, 256, 1, (forward_sums<X, forward_n>(p)))                 \
-    TALK_KERNEL(talk_forward_gather, type, Problem, 256, 1, (forward_gather<X, forward_n>(p)))             \
-    TALK_KERNEL(talk_backward, type, Problem, BACKWARD_THREADS, 2, (backward<X, backward_n>(p)))           \
-    TALK_KERNEL(talk_changes, type, Problem, BACKWARD_THREADS, 1, (changes<X, backward_n>(p)))             \
-    TALK_KERNEL(talk_update, type, Problem, 128, 1, (update<X, backward_n>(p)))                            \
-    TALK_KERNEL(talk_backward_walk, type, Problem, BACKWARD_THREADS, 1, (backward_walk<X, backward_n>(p)))
-#define TALK_TYPE(type, X, forward_n, backward_n)                                                 \
-    TALK_WIDTH(type##_wide, X, forward_n, backward_n)                                             \
+#define TALK_WIDTH(type, X, N, BN)                                                \
+    TALK_KERNEL(talk_forward, type, Problem, MAX_THREADS, 2, (forward<X, N, LANES, true>(p)))       \
+    TALK_KERNEL(talk_forward_long, type, Problem, MAX_THREADS, sizeof(X) == 2 ? 1 : 2, (forward<X, N, LONG_LANES, false>(p)))     \
+    TALK_KERNEL(talk_forward_sums, type, Problem, 256, 1, (forward_sums<X, N>(p)))                 \
+    TALK_KERNEL(talk_forward_gather, type, Problem, 256, 1, (forward_gather<X, N>(p)))             \
+    TALK_KERNEL(talk_backward, type, Problem, BACKWARD_THREADS, 2, (backward<X, BN>(p)))           \
+    TALK_KERNEL(talk_changes, type, Problem, BACKWARD_THREADS, 1, (changes<X, BN>(p)))             \
+    TALK_KERNEL(talk_update, type, Problem, 128, 1, (update<X, BN>(p)))                            \
+    TALK_KERNEL(talk_backward_walk, type, Problem, BACKWARD_THREADS, 1, (backward_walk<X, BN>(p)))
+#define TALK_TYPE(type, X, N, BN)                                                 \
+    TALK_WIDTH(type##_wide, X, N, BN)                                             \
     TALK_WIDTH(type##_narrow, X, 1, 1)                                                            \
+    TALK_KERNEL(talk_forward_bases, type, Problem, MAX_THREADS, 1,                                 \
+                (forward_bases<typename Types<X>::Compute>(p)))                                   \
     TALK_KERNEL(talk_reach, type, Problem, 128, 1, (reach<X>(p)))                                          \
     TALK_KERNEL(talk_count_ends, type, Problem, 128, 1, (sort_all_ends<X, Step::COUNT>(p)))                \
     TALK_KERNEL(talk_start_ends, type, Problem, MAX_THREADS, 1, (start_ends(p)))                           \
@@ -1002,11 +1119,11 @@ template <typename X, int N> __device__ void update(const Problem& p) {
 TALK_TYPE(float64, double, 2, 2)
 #endif
 #if !defined(TALK_ONLY) || defined(TALK_float32)
-TALK_TYPE(float32, float, 2, 4)
+TALK_TYPE(float32, float, 4, 4)
 #endif
 #if !defined(TALK_ONLY) || defined(TALK_float16)
-TALK_TYPE(float16, float16, 4, 4)
+TALK_TYPE(float16, float16, 8, 4)
 #endif
 #if !defined(TALK_ONLY) || defined(TALK_bfloat16)
-TALK_TYPE(bfloat16, bfloat16, 4, 4)
+TALK_TYPE(bfloat16, bfloat16, 8, 4)
 #endif

@@ -57,29 +57,43 @@ __device__ inline void narrow(float value, bfloat16& stored) {
     stored.bits = static_cast<unsigned short>((value == value ? rounded : bits | 0x400000) >> 16);
 }
 
-// Two neighbours, which newer GPUs convert together.
-template <typename F, typename X> __device__ inline void narrow_pair(F first, F second, X* stored) {
-    narrow(first, stored[0]);
-    narrow(second, stored[1]);
+// N neighbouring channels: one vector load or store, as long as they fill at most 16 bytes. Halves
+// stay in pairs, since a register that holds one of them takes as much room as two.
+template <typename V, int N, bool pairs = sizeof(V) == 2 && N % 2 == 0> struct Pack {
+    alignas(sizeof(V) * N < 16 ? sizeof(V) * N : 16) V v[N];
+};
+template <typename V, int N> struct Pack<V, N, true> {
+    alignas(2 * N < 16 ? 2 * N : 16) unsigned int pair[N / 2];
+};
+
+// Channel n in the type that it is computed in.
+template <typename V, int N>
+__device__ inline typename Types<V>::Compute wide(const Pack<V, N>& pack, int n) {
+    if constexpr (sizeof(V) == 2 && N % 2 == 0)
+        return widen(V{static_cast<unsigned short>(pack.pair[n / 2] >> n % 2 * 16)});
+    else
+        return widen(pack.v[n]);
+}
+
+// Two neighbours at once, for which newer GPUs have an instruction.
+template <typename V> __device__ inline unsigned int narrow_pair(float first, float second) {
+    V pair[2];
+    narrow(first, pair[0]);
+    narrow(second, pair[1]);
+    return pair[0].bits | static_cast<unsigned int>(pair[1].bits) << 16;
 }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-__device__ inline void narrow_pair(float first, float second, float16* stored) {
-    unsigned int both;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-    *reinterpret_cast<unsigned int*>(stored) = both;
+template <> __device__ inline unsigned int narrow_pair<float16>(float first, float second) {
+    unsigned int pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
 }
-__device__ inline void narrow_pair(float first, float second, bfloat16* stored) {
-    unsigned int both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-    *reinterpret_cast<unsigned int*>(stored) = both;
+template <> __device__ inline unsigned int narrow_pair<bfloat16>(float first, float second) {
+    unsigned int pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
 }
 #endif
-
-// N neighbouring channels: one vector load or store, as long as they fill at most 16 bytes.
-template <typename V, int N> struct Pack {
-    static constexpr int bytes = sizeof(V) * N;
-    alignas(bytes < 16 ? bytes : 16) V v[N];
-};
 
 template <typename V, int N> __device__ inline Pack<V, N> load(const V* from) {
     return *reinterpret_cast<const Pack<V, N>*>(from);
@@ -89,26 +103,38 @@ template <typename S, typename V, int N>
 __device__ inline void add(Pack<S, N>& sum, const Pack<V, N>& value) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-        if constexpr (Types<V>::unit == 1) sum.v[n] += widen(value.v[n]);
-        else sum.v[n] += Types<V>::unit * widen(value.v[n]);
+        if constexpr (Types<V>::unit == 1) sum.v[n] += wide(value, n);
+        else sum.v[n] += Types<V>::unit * wide(value, n);
     }
+}
+
+// Halves that are read again are converted again: kept converted, they take twice the registers.
+template <typename X, int N> __device__ inline void stay_packed(Pack<X, N>& halves) {
+#ifdef __CUDA_ARCH__
+    if constexpr (sizeof(X) == 2 && N % 2 == 0)
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) asm volatile("" : "+r"(halves.pair[i]));
+#endif
 }
 
 template <typename F, typename X, int N>
 __device__ inline Pack<F, N> widened(const Pack<X, N>& value) {
-    Pack<F, N> wide;
+    Pack<F, N> result;
 #pragma unroll
-    for (int n = 0; n < N; ++n) wide.v[n] = widen(value.v[n]);
-    return wide;
+    for (int n = 0; n < N; ++n) result.v[n] = wide(value, n);
+    return result;
 }
 
 template <typename X, typename F, int N>
 __device__ inline void store(X* to, const Pack<F, N>& value, F scale) {
     Pack<X, N> stored;
-    if constexpr (N == 1) narrow(value.v[0] * scale, stored.v[0]);
 #pragma unroll
-    for (int n = 0; n + 1 < N; n += 2)
-        narrow_pair(value.v[n] * scale, value.v[n + 1] * scale, stored.v + n);
+    for (int n = 0; n < N; ++n) {
+        if constexpr (sizeof(X) != 2 || N % 2 != 0)
+            narrow(value.v[n] * scale, stored.v[n]);
+        else if (n % 2 == 0)
+            stored.pair[n / 2] = narrow_pair<X>(value.v[n] * scale, value.v[n + 1] * scale);
+    }
     *reinterpret_cast<Pack<X, N>*>(to) = stored;
 }
 

@@ -19,16 +19,18 @@ NAMES = {
 }
 
 _CONSTANTS = constants("talk_conv.cu")
-_LANES, _ROWS = _CONSTANTS["LANES"], _CONSTANTS["ROWS"]
-_BACKWARD_THREADS = _CONSTANTS["BACKWARD_THREADS"]
+_LANES, _LONG_LANES = _CONSTANTS["LANES"], _CONSTANTS["LONG_LANES"]
+_ROWS, _UNIT = _CONSTANTS["ROWS"], _CONSTANTS["UNIT"]
+_MAX_THREADS, _BACKWARD_THREADS = _CONSTANTS["MAX_THREADS"], _CONSTANTS["BACKWARD_THREADS"]
 
 # Channels that a thread of a `wide` kernel moves at a time.
-_FORWARD_WIDTH = {"float64": 2, "float32": 2, "float16": 4, "bfloat16": 4}
+_FORWARD_WIDTH = {"float64": 2, "float32": 4, "float16": 8, "bfloat16": 8}
 _BACKWARD_WIDTH = {"float64": 2, "float32": 4, "float16": 4, "bfloat16": 4}
 
 _TILE = 256  # rows of a tile or chunk, unless memory is short
-_STAGED = 320  # rows of a forward tile with its halo: three blocks to a multiprocessor
-_MAX_STAGED = 448  # likewise for larger windows, under 64 KiB of shared memory
+# Rows of a forward tile with its halo: three blocks to a multiprocessor, two of the wider halves.
+_STAGED, _STAGED_HALVES = 320, 352
+_MOST_STAGED = 8192  # of large windows
 
 # Rows that a thread of a short convolution walks: forward; and backward, where a run of rows adds
 # to the gradient of the weights, the fewest, and the most that are summed in float32.
@@ -46,40 +48,67 @@ class Plan(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def plan_forward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right):
     """The forward pass, for blocks with up to `shared_memory` bytes."""
-    name, R = NAMES[dtype], C // H
+    name, heads, R = NAMES[dtype], B * H, C // H
     kernel, width = _kernel(_FORWARD_WIDTH, name, R, aligned)
-    sum_type = torch.float32 if dtype.itemsize == 2 else torch.float64
-    row = _LANES * width * sum_type.itemsize  # bytes of one row of prefix sums
-    heads, slabs = B * H, _ceil(R, _LANES * width)
-
-    # One kernel, as long as the rows of a tile and its halo fit. The tiles follow from the windows
-    # alone, so that a sentence's bits do not depend on the padding behind it.
+    number = 8 if name == "float64" else 4  # bytes of what is computed in
+    pack, span = width * number, 8 + 2 * number
     before, after = _halo(max_left), _halo(max_right)
-    tile = _STAGED - before - after
-    if tile < _STAGED // 2:
-        tile = _MAX_STAGED - before - after
-    if tile < _TILE // 2 and T <= _MAX_STAGED:
-        tile, before, after = T, 0, 0  # or if the whole sequence fits
-    threads = _whole_warps(_ceil(min(before + tile + after, T), _ROWS) * _LANES)
-    staged = threads // _LANES * _ROWS
-    window = 8 + 2 * sum_type.itemsize
-    shared = _bytes((staged + 3) * row, threads // 32 * row, tile * window)
-    if (tile >= _TILE // 2 or tile == T) and shared <= shared_memory:
-        sizes = {"before": before, "after": after, "tile": tile}
-        blocks = (heads, slabs, _ceil(T, tile))
-        return Plan(sizes, {}, ((f"talk_forward_{kernel}", blocks, threads, shared),))
+    spans = (before + after) // _UNIT + 2  # units that a window within the halo touches, at most
+    slabs = _ceil(R, _LANES * width)
 
-    chunks = _ceil(T, _TILE)
-    workspace = {"sums": (T * B * C, sum_type), "totals": (chunks * B * C, torch.float64)}
+    def table_bytes(rows, tile):
+        units = rows // _UNIT
+        row = _LANES * pack
+        return _bytes((rows + units) * row, units * spans * row, tile * span)
+
+    def long_bytes(rows, tile):
+        units, lanes = rows // _UNIT, _LONG_LANES
+        return _bytes((rows + units) * lanes * pack, units * lanes * width * 8, tile * span)
+
+    def one_kernel(kind, lanes, staged, tile, needed):
+        granule = 32 // lanes * _ROWS  # rows of a warp
+        rows = min(staged, _ceil(T + 2, granule) * granule)  # a short sequence stages less
+        tile = min(tile, T)
+        threads = min(_MAX_THREADS, rows // _ROWS * lanes)
+        sizes = {"before": before, "tile": tile, "units": rows // _UNIT, "spans": spans}
+        blocks = (heads, _ceil(R, lanes * width), _ceil(T, tile))
+        launch = (f"talk_forward{kind}_{kernel}", blocks, threads, needed(rows, tile))
+        return Plan(sizes, {}, (launch,))
+
+    # One kernel, as long as the rows of a tile and its halo fit. What is staged follows from the
+    # windows alone, so that a sentence's bits do not depend on the padding behind it.
+    staged_rows = _STAGED_HALVES if dtype.itemsize == 2 and width > 1 else _STAGED
+    for staged in (staged_rows, *range(staged_rows, 513, _UNIT), *range(staged_rows, 0, -_UNIT)):
+        tile = staged - before - after
+        if tile >= staged // 2 and table_bytes(staged, tile) <= shared_memory:
+            return one_kernel("", _LANES, staged, tile, table_bytes)
+
+    # Larger windows: fewer channels and more rows to a block, twice on a multiprocessor if at most
+    # half of the rows are halo.
+    granule = 32 // _LONG_LANES * _ROWS
+    for memory, share in ((shared_memory // 2 - 1024, 2), (shared_memory, 3)):
+        for staged in range(_MOST_STAGED, 0, -granule):
+            tile = staged - before - after
+            if tile < staged // share:
+                break
+            if long_bytes(staged, tile) <= memory:
+                return one_kernel("_long", _LONG_LANES, staged, tile, long_bytes)
+    whole = _ceil(T + 2, granule) * granule
+    if whole <= _MOST_STAGED and long_bytes(whole, T) <= shared_memory:
+        return one_kernel("_long", _LONG_LANES, whole, T, long_bytes)
+
+    units = (T + 1) // _UNIT + 1  # of time steps -1 ... T
+    workspace = {
+        "sums": (units * (_UNIT + 1) * B * C, torch.float64 if number == 8 else torch.float32),
+        "bases": (units * B * C, torch.float64),
+    }
     threads = _TILE // _ROWS * _LANES
-    shared = _bytes(_TILE * (24 if dtype == torch.float64 else 16))
-    blocks = (heads, slabs, chunks)
     launches = (
-        (f"talk_forward_sums_{kernel}", blocks, threads, _bytes(threads // 32 * row)),
-        (f"talk_scan_chunks_{name}", (_ceil(B * C, 128), 1, 1), 128, 0),
-        (f"talk_forward_gather_{kernel}", blocks, threads, shared),
+        (f"talk_forward_sums_{kernel}", (heads, slabs, _ceil(units * _UNIT, _TILE)), threads, 0),
+        (f"talk_forward_bases_{name}", (_ceil(B * C, 32), 1, 1), 512, 512 * 8),
+        (f"talk_forward_gather_{kernel}", (heads, slabs, _ceil(T, _TILE)), threads, _TILE * span),
     )
-    return Plan({"tile": _TILE}, workspace, launches)
+    return Plan({"tile": _TILE, "units": units}, workspace, launches)
 
 
 @functools.lru_cache(maxsize=4096)
