@@ -107,6 +107,17 @@ __device__ inline typename Types<X>::Compute scale_of_sums(const Problem& p) {
     return static_cast<typename Types<X>::Compute>(p.scale) / Types<X>::unit;
 }
 
+// Rows times this are summed in the forward pass, and sums times scale_of_weighted are the output:
+// the scale at once, but for bfloat16, whose sums might overflow.
+template <typename X>
+__device__ inline typename Types<X>::Compute weight_of_rows(const Problem& p) {
+    return Types<X>::unit == 1 ? static_cast<typename Types<X>::Compute>(p.scale) : Types<X>::unit;
+}
+template <typename X>
+__device__ inline typename Types<X>::Compute scale_of_weighted(const Problem& p) {
+    return Types<X>::unit == 1 ? 1 : scale_of_sums<X>(p);
+}
+
 template <typename F> struct Window {
     int lo, hi;     // whole rows lo ... hi
     F left, right;  // the fractions of rows lo - 1 and hi + 1; not 0 only where the row exists
@@ -230,34 +241,32 @@ __device__ Pack<S, N> sum_of_earlier_segments(Pack<S, N> total, int lanes, Pack<
 // row 0 stands for time step -1, which is 0.
 constexpr int SEGMENTS = UNIT / ROWS;
 
-// A window as rows of `local`: what stands before row lo - 1 and before row hi + 1 of the window.
-template <typename F> struct Span {
-    int lo, hi;     // lo < 0: the window is not staged; talk_forward has an entry of its table
-    F left, right;  // above lo's 16 bits
-};
-
 // Rows of packs in shared memory: those of the lanes stand side by side, in parts of 16 bytes.
 template <typename V, int N, int lanes> struct SharedPrefix {
     static constexpr int PARTS = sizeof(V) * N <= 16 ? 1 : sizeof(V) * N / 16, PART = N / PARTS;
     Pack<V, PART>* first;
 
     static __device__ SharedPrefix take(Shared& shared, int rows) {
-        return {shared.take<Pack<V, PART>>(rows * PARTS * lanes) + threadIdx.x % lanes};
+        int lane = threadIdx.x % lanes * static_cast<int>(sizeof(Pack<V, PART>));
+        TALK_OPAQUE(lane);
+        unsigned char* start = shared.take<unsigned char>(rows * lanes * PARTS * sizeof(Pack<V, PART>));
+        return {reinterpret_cast<Pack<V, PART>*>(start + lane)};
     }
-    __device__ Pack<V, N> operator[](int row) const {
+    static __device__ int place(int row) { return row * PARTS * lanes; }
+    __device__ Pack<V, N> at(int place) const {
         Pack<V, N> whole;
 #pragma unroll
-        for (int n = 0; n < N; ++n)
-            whole.v[n] = first[(row * PARTS + n / PART) * lanes].v[n % PART];
+        for (int n = 0; n < N; ++n) whole.v[n] = first[place + n / PART * lanes].v[n % PART];
         return whole;
     }
+    __device__ Pack<V, N> operator[](int row) const { return at(place(row)); }
     __device__ void put(int row, const Pack<V, N>& whole) const {
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
             Pack<V, PART> piece;
 #pragma unroll
             for (int n = 0; n < PART; ++n) piece.v[n] = whole.v[part * PART + n];
-            first[(row * PARTS + part) * lanes] = piece;
+            first[place(row) + part * lanes] = piece;
         }
     }
 };
@@ -273,78 +282,154 @@ template <typename V, int N> struct GlobalPrefix {
     }
 };
 
-// A segment of rows from time step t on. Loads without branches, so that all of them are under
-// way together, and with what is loaded next: in place of a row that does not exist, a neighbour.
+// A segment of rows from time step t on. No branch stands between its loads, so that all of them
+// are under way together, and with what is loaded next. In place of a row that does not exist a
+// neighbour is loaded; row -1 is 0.
 template <typename X, int N>
 __device__ inline void load_segment(Pack<X, N> (&rows)[ROWS], const X* column, long long stride,
                                     int t, int T) {
     const X* row = column + max(min(t, T - 1), 0) * stride;
+    if (t >= 0 && t + ROWS <= T) {
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        rows[i] = load<X, N>(row);
-        row += t + i >= 0 && t + i + 1 < T ? stride : 0;
+        for (int i = 0; i < ROWS; ++i, row += stride) rows[i] = load<X, N>(row);
+    } else {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            rows[i] = load<X, N>(row);
+            if (t + i >= 0 && t + i + 1 < T) row += stride;
+        }
+        if (t < 0) rows[0] = {};
     }
-    if (t < 0) rows[0] = {};
 }
 
-// Writes the prefix sums of a segment. The threads of a warp hold whole units and call it together.
+// Writes the prefix sums of a segment, times `weight`. The threads of a warp hold whole units and
+// call it together. Additions within a segment, and of whole segments, come in their order: so rows
+// of zeros, which may be padding, change no bit. `zero` is 0, which the compiler does not know.
 template <typename F, int lanes, typename X, int N, typename Prefix>
-__device__ inline void scan_segment(Pack<X, N> (&rows)[ROWS], const Prefix& local,
-                                    int segment, unsigned int zero) {
-    const int place = threadIdx.x / lanes % SEGMENTS;
-    Pack<F, N> total = {}, sum = {};
+__device__ inline void scan_segment(Pack<X, N> (&rows)[ROWS], const Prefix& local, int segment,
+                                    F weight, unsigned int zero) {
+    const int place = threadIdx.x / lanes % SEGMENTS, row = segment * ROWS + segment / SEGMENTS;
+    Pack<F, N> total = {}, earlier = {}, sum = {};
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) add(total, rows[i]);
+    for (int i = 0; i < ROWS; ++i) add(total, rows[i], weight);
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
         for (int before = SEGMENTS - 1; before > 0; --before) {
             const F other = __shfl_up_sync(0xffffffffu, total.v[n], before * lanes);
-            if (place >= before) sum.v[n] += other;
+            if (place >= before) earlier.v[n] += other;
         }
-    const int row = segment * ROWS + segment / SEGMENTS;
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        if constexpr (sizeof(X) == 2 && N % 2 == 0) for (int k = 0; k < N / 2; ++k) rows[i].pair[k] ^= zero;
-        local.put(row + i, sum);
-        add(sum, rows[i]);
+    for (int i = 0; i <= ROWS; ++i) {
+        if (i < ROWS || place == SEGMENTS - 1) {
+            Pack<F, N> both;
+#pragma unroll
+            for (int n = 0; n < N; ++n) both.v[n] = earlier.v[n] + sum.v[n];
+            local.put(row + i, both);
+        }
+        if (i < ROWS) {
+            forget(rows[i], zero);
+            add(sum, rows[i], weight);
+        }
     }
-    if (place == SEGMENTS - 1) local.put(row + ROWS, sum);
 }
 
-// A window in staged rows.
-template <typename F> __device__ inline Span<F> span_of(const Window<F>& w, int origin) {
-    const unsigned int lo = w.lo - 1 - origin, hi = w.hi + 1 - origin;  // huge where not staged
-    return {static_cast<int>(lo + lo / UNIT), static_cast<int>(hi + hi / UNIT), w.left, w.right};
-}
+// The window of a time step in rows of prefix sums, of which it takes four, and the units between
+// its ends, from that of row lo - 1 to that before row hi + 1's. There are two ways to those units.
+//
+// A table of the sums of up to spans - 1 units from each unit on, for windows of a few units. A
+// window is kept as the places in shared memory of all that it takes.
+template <typename F, int N, int lanes> struct Table {
+    using Prefix = SharedPrefix<F, N, lanes>;
+    struct Window {
+        unsigned short lo, hi, next, units;
+        F left, right;
+        __device__ bool far() const { return left < 0; }
+    };
+    Prefix sums;
+    int spans;
 
-// What the units between the ends of a window add up to: from that of row lo to that before hi's.
-template <typename F, int N, typename Bases>
-__device__ inline Pack<F, N> units_between(const Bases& bases, const Span<F>& w) {
-    const Pack<double, N> lo = bases[w.lo / (UNIT + 1)], hi = bases[w.hi / (UNIT + 1)];
-    Pack<F, N> sum;
-#pragma unroll
-    for (int n = 0; n < N; ++n) sum.v[n] = static_cast<F>(hi.v[n] - lo.v[n]);
-    return sum;
-}
-
-// The rows of a window, from what the units between its ends add up to.
-template <typename F, int N, typename Prefix>
-__device__ inline Pack<F, N> window_sum(Pack<F, N> sum, const Prefix& local, const Span<F>& w) {
-    const Pack<F, N> p0 = local[w.lo], p1 = local[w.lo + 1], q0 = local[w.hi];
-    // 0 times a row after the window would be NaN if that is not finite.
-    const Pack<F, N> q1 = local[w.right != 0 ? w.hi + 1 : w.hi];
-    const F whole_left = 1 - w.left;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-        // In this order rows of zeros, which may be padding, change no bit.
-        sum.v[n] += q0.v[n];
-        sum.v[n] += w.right * (q1.v[n] - q0.v[n]);
-        sum.v[n] -= whole_left * p1.v[n];
-        sum.v[n] -= w.left * p0.v[n];
+    static __device__ Table take(Shared& shared, int units, int spans) {
+        return {Prefix::take(shared, units * spans), spans};
     }
-    return sum;
-}
+    __device__ void fill(const Prefix& local, int units, int segment, int segments) const {
+#pragma unroll 1
+        for (int unit = segment; unit < units; unit += segments) {
+            Pack<F, N> sum = {};
+#pragma unroll 4
+            for (int span = 0; span < spans; ++span) {
+                sums.put(unit * spans + span, sum);
+                if (unit + span < units) add(sum, local[(unit + span) * (UNIT + 1) + UNIT]);
+            }
+        }
+    }
+    __device__ Window window(int lo, int hi, F left, F right, bool staged) const {
+        const int unit = lo / UNIT, span = hi / UNIT - unit;
+        if (!staged || span >= spans) return {0, 0, 0, 0, -1, 0};
+        const int q0 = Prefix::place(hi + unit + span);
+        // 0 times a row after the window would be NaN if that is not finite.
+        const int q1 = q0 + (right != 0 ? Prefix::place(1) : 0);
+        return {static_cast<unsigned short>(Prefix::place(lo + unit)),
+                static_cast<unsigned short>(q0), static_cast<unsigned short>(q1),
+                static_cast<unsigned short>(Prefix::place(unit * spans + span)), left, right};
+    }
+    __device__ Pack<F, N> sum(const Prefix& local, const Window& w) const {
+        const Pack<F, N> p0 = local.at(w.lo), p1 = local.at(w.lo + Prefix::place(1));
+        const Pack<F, N> q0 = local.at(w.hi), q1 = local.at(w.next);
+        Pack<F, N> sum = sums.at(w.units);
+        const F whole_left = 1 - w.left;
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            // In this order rows of zeros, which may be padding, change no bit.
+            sum.v[n] += q0.v[n];
+            sum.v[n] += w.right * (q1.v[n] - q0.v[n]);
+            sum.v[n] -= whole_left * p1.v[n];
+            sum.v[n] -= w.left * p0.v[n];
+        }
+        return sum;
+    }
+};
+
+// What all the units before each unit add up to, in double, for windows of any length.
+template <typename F, int N, typename Sums> struct Bases {
+    struct Window {
+        int lo, hi;
+        F left, right;
+        __device__ bool far() const { return left < 0; }
+    };
+    Sums sums;
+
+    static __device__ Bases take(Shared& shared, int units, int) {
+        return {Sums::take(shared, units)};
+    }
+    template <typename Prefix>
+    __device__ void fill(const Prefix& local, int units, int segment, int segments) const {
+        for (int unit = segment; unit < units; unit += segments) {
+            Pack<double, N> sum = {};
+#pragma unroll 4
+            for (int k = 0; k < unit; ++k) add(sum, local[k * (UNIT + 1) + UNIT]);
+            sums.put(unit, sum);
+        }
+    }
+    __device__ Window window(int lo, int hi, F left, F right, bool staged) const {
+        if (!staged) return {0, 0, -1, 0};
+        return {lo + lo / UNIT, hi + hi / UNIT, left, right};
+    }
+    template <typename Prefix>
+    __device__ Pack<F, N> sum(const Prefix& local, const Window& w) const {
+        const Pack<double, N> from = sums[w.lo / (UNIT + 1)], to = sums[w.hi / (UNIT + 1)];
+        const Pack<F, N> p0 = local[w.lo], p1 = local[w.lo + 1];
+        const Pack<F, N> q0 = local[w.hi], q1 = local[w.right != 0 ? w.hi + 1 : w.hi];
+        Pack<F, N> sum;
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            sum.v[n] = static_cast<F>(to.v[n] - from.v[n] + q0.v[n] - p1.v[n]);
+            sum.v[n] += w.right * (q1.v[n] - q0.v[n]);
+            sum.v[n] += w.left * (p1.v[n] - p0.v[n]);
+        }
+        return sum;
+    }
+};
 
 // A window that reaches beyond what is staged: those rows one by one. Slow and rare.
 template <typename X, typename F, int N, typename Prefix>
@@ -352,115 +437,79 @@ __device__ Pack<F, N> far_window(const Problem& p, int t, int head, const X* col
                                  long long stride, const Prefix& local, int origin, int staged) {
     const Window<F> w = window_of<X, F>(p, t, head);
     const int lo = max(w.lo - origin, 0), hi = min(w.hi + 1 - origin, staged - 1);
-    Pack<typename Types<X>::Sum, N> sum = {};
+    const F weight = weight_of_rows<X>(p), left = w.left * weight, right = w.right * weight;
+    using Sum = typename Types<X>::Sum;
+    Pack<Sum, N> sum = {};
 #pragma unroll 1
     for (int row = w.lo; row <= w.hi; ++row) {
         if (row == origin + lo) row = origin + hi;
-        if (row <= w.hi) add(sum, load<X, N>(column + row * stride));
+        if (row <= w.hi) add(sum, load<X, N>(column + row * stride), static_cast<Sum>(weight));
     }
 #pragma unroll 1
     for (int unit = lo / UNIT; unit < hi / UNIT; ++unit)
         add(sum, local[unit * (UNIT + 1) + UNIT]);
     const Pack<F, N> before = local[lo + lo / UNIT], until = local[hi + hi / UNIT];
-    const F left = w.left * Types<X>::unit, right = w.right * Types<X>::unit;
-    Pack<X, N> row_left = {}, row_right = {};
-    if (left != 0) row_left = load<X, N>(column + (w.lo - 1) * stride);
-    if (right != 0) row_right = load<X, N>(column + (w.hi + 1) * stride);
     Pack<F, N> result;
-    for (int n = 0; n < N; ++n)
-        result.v[n] = static_cast<F>(sum.v[n] + until.v[n] - before.v[n]) +
-                      left * wide(row_left, n) + right * wide(row_right, n);
+    for (int n = 0; n < N; ++n) result.v[n] = static_cast<F>(sum.v[n] + until.v[n] - before.v[n]);
+    if (left != 0) add(result, load<X, N>(column + (w.lo - 1) * stride), left);
+    if (right != 0) add(result, load<X, N>(column + (w.hi + 1) * stride), right);
     return result;
 }
 
-// Windows that shared memory holds. The units between a window's ends come from a table of the
-// sums of up to p.spans - 1 units from each on (TABLE), or, where windows are large and a thread
-// stages several segments, from a prefix sum over units in double.
-template <typename X, int N, int lanes, bool TABLE> __device__ void forward(const Problem& p) {
+// Windows that shared memory holds.
+template <typename X, int N, int lanes, typename Units> __device__ void forward(const Problem& p) {
     using F = typename Types<X>::Compute;
     const int segment = threadIdx.x / lanes, segments = blockDim.x / lanes, head = blockIdx.x;
     const int c = (blockIdx.y * lanes + threadIdx.x % lanes) * N;
     const int t0 = tile_start(p), tile = min(p.tile, p.T - t0);
-    const int origin = max(t0 - p.before, -1), units = p.units, staged = units * UNIT;
+    const int origin = max(t0 - p.before, -1), staged = p.units * UNIT;
     const long long stride = static_cast<long long>(p.B) * p.C;
     const long long at = static_cast<long long>(head) * p.R + (c < p.R ? c : 0);
     const X* column = static_cast<const X*>(p.x) + at;
 
     Shared shared = shared_memory();
-    using Local = SharedPrefix<F, N, lanes>;
-    const Local local = Local::take(shared, units * (UNIT + 1));
-    const Local table = Local::take(shared, TABLE ? units * p.spans : 0);
-    using Bases = SharedPrefix<double, N, lanes>;
-    const Bases bases = Bases::take(shared, TABLE ? 0 : units);
-    Span<F>* spans = shared.take<Span<F>>(p.tile);
+    using Prefix = SharedPrefix<F, N, lanes>;
+    const Prefix local = Prefix::take(shared, p.units * (UNIT + 1));
+    const Units units = Units::take(shared, p.units, p.spans);
+    auto* windows = shared.take<typename Units::Window>(p.tile);
 
-    const auto stage = [&](int segment, int own) {
+    const F weight = weight_of_rows<X>(p);
+    bool far = false;
+    // A segment and a window for each thread; large windows take several turns.
+    for (int turn = 0; turn == 0 || turn < max(tile, staged / ROWS * lanes); turn += blockDim.x) {
         // The last tile leaves out what lies beyond the sequence, a warp at a time.
-        const int warp_row = (segment - threadIdx.x % 32 / lanes) * ROWS;
+        const int own = turn + threadIdx.x, row = own / lanes * ROWS;
+        const int warp_row = row - threadIdx.x % 32 / lanes * ROWS;
         const bool loads = warp_row < staged && origin + warp_row <= p.T;
         Pack<X, N> rows[ROWS];
-        if (loads) load_segment(rows, column, stride, origin + segment * ROWS, p.T);
+        if (loads) load_segment(rows, column, stride, origin + row, p.T);
         const Offsets<X> offsets = offsets_of<X>(p, t0 + min(own, tile - 1), head);
-        if (loads) scan_segment<F, lanes>(rows, local, segment, p.T >> 31);
+        if (loads) scan_segment<F, lanes>(rows, local, row / ROWS, weight, p.T >> 31);
         if (own < tile) {
             const Window<F> w = window_of<X, F>(p, t0 + own, offsets);
-            Span<F> span = span_of(w, origin);
-            const int unit = (w.lo - 1 - origin) / UNIT, reach = (w.hi + 1 - origin) / UNIT - unit;
-            bool near = w.lo - 1 >= origin && w.hi + 1 < origin + staged;
-            if (TABLE) near = near && reach < p.spans, span.lo |= (unit * p.spans + reach) << 16;
-            if (!near) span.lo = -1;
-            spans[own] = span;
+            const int lo = w.lo - 1 - origin, hi = w.hi + 1 - origin;
+            windows[own] = units.window(lo, hi, w.left, w.right, lo >= 0 && hi < staged);
+            far |= windows[own].far();
         }
-    };
-    stage(segment, threadIdx.x);
-    if (!TABLE)
-        for (int own = blockDim.x; own < max(tile, staged / ROWS * lanes); own += blockDim.x)
-            stage(segment + own / lanes, own + threadIdx.x);
-    __syncthreads();
-    if (TABLE) {
-        for (int unit = segment; unit < units; unit += segments) {
-            Pack<F, N> sum = {};
-            for (int reach = 0; reach < p.spans; ++reach) {
-                table.put(unit * p.spans + reach, sum);
-                if (unit + reach < units) add(sum, local[(unit + reach) * (UNIT + 1) + UNIT]);
-            }
-        }
-    } else {
-        for (int unit = segment; unit < units; unit += segments) {
-            Pack<double, N> sum = {};
-#pragma unroll 4
-            for (int k = 0; k < unit; ++k) add(sum, local[k * (UNIT + 1) + UNIT]);
-            bases.put(unit, sum);
-        }
+        if (lanes == LANES) break;
     }
     __syncthreads();
+    units.fill(local, p.units, segment, segments);
+    const int any_far = __syncthreads_or(far);
 
     if (c >= p.R) return;
-    const F scale = scale_of_sums<X>(p);
-    bool far = false;
+    const F scale = scale_of_weighted<X>(p);
     X* out = static_cast<X*>(p.out) + at + (t0 + segment) * stride;
 #pragma unroll 1
-    for (int i = segment; i < tile; i += segments, out += segments * stride) {
-        Span<F> w = spans[i];
-        if (w.lo < 0) {
-            far = true;
-            continue;
-        }
-        Pack<F, N> sum;
-        if constexpr (TABLE) {
-            sum = table[w.lo >> 16];
-            w.lo &= 0xffff;
-        } else {
-            sum = units_between<F, N>(bases, w);
-        }
-        store(out, window_sum(sum, local, w), scale);
-    }
-    if (!far) return;
+    for (int i = segment; i < tile; i += segments, out += segments * stride)
+        store(out, units.sum(local, windows[i]), scale);
+    if (!any_far) return;
     out = static_cast<X*>(p.out) + at + t0 * stride;
 #pragma unroll 1
     for (int i = segment; i < tile; i += segments)
-        if (spans[i].lo < 0)
-            store(out + i * stride, far_window<X, F, N>(p, t0 + i, head, column, stride, local, origin, staged), scale);
+        if (windows[i].far())
+            store(out + i * stride, far_window<X, F, N>(p, t0 + i, head, column, stride, local,
+                                                        origin, staged), scale);
 }
 
 // Windows beyond shared memory, step 1: the prefix sums of each unit.
@@ -475,7 +524,7 @@ template <typename X, int N> __device__ void forward_sums(const Problem& p) {
     load_segment(rows, static_cast<const X*>(p.x) + at, stride, segment * ROWS - 1, p.T);
     // Lanes beyond the channels of the head write what the first of them writes too.
     const GlobalPrefix<F, N> local{static_cast<F*>(p.sums) + at, stride};
-    scan_segment<F, LANES>(rows, local, segment, p.T >> 31);
+    scan_segment<F, LANES>(rows, local, segment, weight_of_rows<X>(p), p.T >> 31);
 }
 
 // Step 2: what the units before each unit add up to. A block takes 32 channels of B * C, and each
@@ -522,17 +571,17 @@ template <typename X, int N> __device__ void forward_gather(const Problem& p) {
     const long long stride = static_cast<long long>(p.B) * p.C;
     const long long at = static_cast<long long>(head) * p.R + c;
     const GlobalPrefix<F, N> local{static_cast<F*>(p.sums) + at, stride};
-    const GlobalPrefix<double, N> bases{p.bases + at, stride};
-    Span<F>* spans = shared_memory().take<Span<F>>(p.tile);
-    for (int i = threadIdx.x; i < tile; i += blockDim.x)
-        spans[i] = span_of(window_of<X, F>(p, t0 + i, head), -1);
+    const Bases<F, N, GlobalPrefix<double, N>> units{{p.bases + at, stride}};
+    auto* windows = shared_memory().take<typename decltype(units)::Window>(p.tile);
+    for (int i = threadIdx.x; i < tile; i += blockDim.x) {
+        const Window<F> w = window_of<X, F>(p, t0 + i, head);
+        windows[i] = units.window(w.lo, w.hi + 2, w.left, w.right, true);
+    }
     __syncthreads();
     if (c >= p.R) return;
-    for (int i = segment; i < tile; i += segments) {
-        const Span<F> w = spans[i];
-        const Pack<F, N> sum = window_sum(units_between<F, N>(bases, w), local, w);
-        store(static_cast<X*>(p.out) + at + (t0 + i) * stride, sum, scale_of_sums<X>(p));
-    }
+    for (int i = segment; i < tile; i += segments)
+        store(static_cast<X*>(p.out) + at + (t0 + i) * stride, units.sum(local, windows[i]),
+              scale_of_weighted<X>(p));
 }
 
 // ------------------------------------------------------------------------------------- backward
@@ -1094,8 +1143,8 @@ template <typename X, int N> __device__ void update(const Problem& p) {
 // For one storage type X: kernels that move N channels at a time (`wide`: N divides R, and rows
 // are aligned), kernels for any R (`narrow`), and those that need not tell the two apart.
 #define TALK_WIDTH(type, X, N, BN)                                                \
-    TALK_KERNEL(talk_forward, type, Problem, MAX_THREADS, 2, (forward<X, N, LANES, true>(p)))       \
-    TALK_KERNEL(talk_forward_long, type, Problem, MAX_THREADS, sizeof(X) == 2 ? 1 : 2, (forward<X, N, LONG_LANES, false>(p)))     \
+    TALK_KERNEL(talk_forward, type, Problem, MAX_THREADS, 2, (forward<X, N, LANES, Table<typename Types<X>::Compute, N, LANES>>(p)))       \
+    TALK_KERNEL(talk_forward_long, type, Problem, MAX_THREADS, sizeof(X) == 2 ? 1 : 2, (forward<X, N, LONG_LANES, Bases<typename Types<X>::Compute, N, SharedPrefix<double, N, LONG_LANES>>>(p)))     \
     TALK_KERNEL(talk_forward_sums, type, Problem, 256, 1, (forward_sums<X, N>(p)))                 \
     TALK_KERNEL(talk_forward_gather, type, Problem, 256, 1, (forward_gather<X, N>(p)))             \
     TALK_KERNEL(talk_backward, type, Problem, BACKWARD_THREADS, 2, (backward<X, BN>(p)))           \

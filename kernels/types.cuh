@@ -18,6 +18,7 @@ __device__ inline unsigned short talk_float_to_half(float value) {
 #define TALK_FLOAT_TO_HALF talk_float_to_half
 #define TALK_FLOAT_BITS __float_as_uint
 #define TALK_BITS_FLOAT __uint_as_float
+#define TALK_OPAQUE(number) asm volatile("" : "+r"(number))
 #endif
 
 struct float16 { unsigned short bits; };
@@ -100,21 +101,18 @@ template <typename V, int N> __device__ inline Pack<V, N> load(const V* from) {
 }
 
 template <typename S, typename V, int N>
-__device__ inline void add(Pack<S, N>& sum, const Pack<V, N>& value) {
+__device__ inline void add(Pack<S, N>& sum, const Pack<V, N>& value, S weight = Types<V>::unit) {
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
-        if constexpr (Types<V>::unit == 1) sum.v[n] += wide(value, n);
-        else sum.v[n] += Types<V>::unit * wide(value, n);
-    }
+    for (int n = 0; n < N; ++n) sum.v[n] += weight * wide(value, n);
 }
 
-// Halves that are read again are converted again: kept converted, they take twice the registers.
-template <typename X, int N> __device__ inline void stay_packed(Pack<X, N>& halves) {
-#ifdef __CUDA_ARCH__
+// Halves that are converted twice: the compiler would keep what they became, in twice the registers,
+// if it knew that `zero` is 0.
+template <typename X, int N>
+__device__ inline void forget(Pack<X, N>& halves, unsigned int zero) {
     if constexpr (sizeof(X) == 2 && N % 2 == 0)
 #pragma unroll
-        for (int i = 0; i < N / 2; ++i) asm volatile("" : "+r"(halves.pair[i]));
-#endif
+        for (int i = 0; i < N / 2; ++i) halves.pair[i] ^= zero;
 }
 
 template <typename F, typename X, int N>

@@ -49,6 +49,7 @@ struct Fiber {
     State state = READY;
     bool started = false;
     int shuffles = 0;
+    int vote = 0;
     double slot[2];  // what a shuffle shows to the warp; two, as one thread may be one ahead
 };
 
@@ -141,6 +142,14 @@ template <typename V> V shuffle(V value, unsigned int source) {
 // ------------------------------------------------------------------------------- CUDA's functions
 
 inline void __syncthreads() { host::wait(host::AT_BARRIER); }
+inline int __syncthreads_or(int value) {
+    host::current->vote = value;
+    __syncthreads();
+    int any = 0;
+    for (unsigned int i = 0; i < blockDim.x; ++i) any |= host::fibers[i]->vote;
+    __syncthreads();  // a vote to come must not be seen by who still counts
+    return any;
+}
 
 template <typename V> V __shfl_up_sync(unsigned int, V value, unsigned int delta) {
     const unsigned int thread = threadIdx.x % 32;
@@ -159,6 +168,7 @@ template <typename To, typename From> To host_bits(From value) {
     std::memcpy(&bits, &value, sizeof(To));
     return bits;
 }
+#define TALK_OPAQUE(number)
 #define TALK_FLOAT_BITS host_bits<unsigned int, float>
 #define TALK_BITS_FLOAT host_bits<float, unsigned int>
 #define TALK_HALF_TO_FLOAT(bits) static_cast<float>(host_bits<_Float16, unsigned short>(bits))

@@ -34,8 +34,9 @@ KINDS = {  # kind: opcodes, or how they begin; the first that fits
     "float64": "DADD DMUL DFMA DSETP DMNMX",
     "float32": "FADD FMUL FFMA FSETP FSEL FMNMX MUFU HADD2 HMUL2 HFMA2 HSETP2",
     "shared memory": "LDS STS ATOMS",
-    "global loads": "LDG",
+    "global loads": "LDG LDGSTS",
     "global stores": "STG ATOMG REDG RED",
+    "generic memory": "LD ST ATOM",  # where the compiler cannot tell which it is: slower
     "local memory": "LDL STL",
     "shuffle": "SHFL",
     "control": "BRA BSSY BSYNC EXIT BAR WARPSYNC NOP BREAK YIELD CALL RET",
@@ -156,27 +157,27 @@ def blocks_a_multiprocessor(kernel, threads, shared):
 # ------------------------------------------------------------------------------ the way through
 
 
-MEMORY = "LD[SGL]|ST[SGL]|ATOM|RED|SHFL"  # opcodes by which a reader knows a loop
+MEMORY = r"(LD|ST|ATOM|RED|SHFL)(?!C)"  # opcodes by which a reader knows a loop
 
 
 class Loop(NamedTuple):
     """A row of the table of a kernel's loops, which stand there in the order of the code."""
 
     what: str
-    holds: str  # an opcode, or how one begins, to be sure that it is this loop
+    holds: str  # an opcode without what follows its dot, to be sure that it is this loop
     turns: float  # each time that it is entered
-    rare: str = "-"  # an opcode that its main way does not hold, or how it begins
+    rare: str = ""  # an opcode that its main way does not hold
+
+
+def _holds(opcodes, name):
+    return any(opcode == name or opcode.startswith(name + ".") for opcode in opcodes)
 
 
 def kind_of(opcode):
     """What an instruction does: a key of KINDS."""
     for kind, names in KINDS.items():
-        if not names or any(opcode == n or opcode.startswith(n + ".") for n in names.split()):
+        if not names or any(_holds([opcode], name) for name in names.split()):
             return kind
-
-
-def _holds(opcodes, start):
-    return any(opcode.startswith(start) for opcode in opcodes)
 
 
 def _blocks(code):
@@ -294,7 +295,7 @@ def _difference(loops, inside, table):
     """The loops of the code beside those of the table."""
     found = []
     for start in loops:
-        indent = "  " * sum(start in other for other in loops.values())
+        indent = "    " * sum(start in other for other in loops.values())
         memory = Counter(op.split(".")[0] for op in inside[start] if re.match(MEMORY, op))
         held = ", ".join(f"{count} {opcode}" for opcode, count in memory.items())
         found.append(f"{indent}at {start:#x}0: {len(inside[start])} instructions, {held}")

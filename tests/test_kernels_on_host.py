@@ -164,11 +164,29 @@ def test_large_windows_of_long_sequences(causal):
     check(Host(), arguments, 3000, 0 if causal else 2000)
 
 
+@pytest.mark.parametrize(
+    "kernel, windows, T, shared_memory",
+    [
+        ("talk_forward_float32", (31, 31), 700, SHARED_MEMORY),
+        ("talk_forward_float32", (200, 0), 700, SHARED_MEMORY),
+        ("talk_forward_long", (300, 100), 3000, SHARED_MEMORY),
+        ("talk_forward_long", (300, 100), 700, 64 * 1024),
+        ("talk_forward_long", (1000, 900), 460, SHARED_MEMORY),
+        ("talk_forward_gather", (1000, 900), 460, 16 * 1024),
+    ],
+)
+def test_windows_of_all_sizes(kernel, windows, T, shared_memory):
+    """The forward kernels, within their reach and (offsets up to 2) beyond."""
+    host = Host(shared_memory=shared_memory)
+    _, *inputs = example(T, 1, 1, 4, high=2)
+    check_forward(host.forward, *inputs, *windows)
+    assert any(name.startswith(kernel) for name in host.launched)
+
+
 @pytest.mark.parametrize("T", [35, 460])
 def test_large_windows_take_one_tile_or_global_memory(T):
     host = Host()
     check(host, example(T, 1, 1, 4), 1000, 900)
-    assert any("gather" in name for name in host.launched) == (T > 448)
     assert any("walk" in name for name in host.launched) == (T > 256)
 
 
