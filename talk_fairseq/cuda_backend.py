@@ -168,7 +168,10 @@ def short_backward_with(device, dout, x, weight, left):
 
 def _aligned(*tensors):
     """May several channels be moved at a time, as far as the tensors' addresses go?"""
-    return not any(tensor.data_ptr() % 16 for tensor in tensors)
+    addresses = 0
+    for tensor in tensors:
+        addresses |= tensor.data_ptr()
+    return addresses % 16 == 0
 
 
 _empty_like = torch.empty_like
@@ -224,15 +227,19 @@ class _Pass:
             setattr(argument, field, None if tensor is None else tensor.data_ptr())
         for field, number in numbers.items():
             setattr(argument, field, number)
-        pieces = []
-        for make, size, places in self._workspace:
-            piece = make(size, tensors[0].device)
-            pieces.append(piece)
-            for field, offset in places:
-                setattr(argument, field, piece.data_ptr() + offset)
+        pieces = self._workspace and self._allocate(argument, tensors[0].device)
         for launch in self._launches:
             launch(address)
+        del pieces  # whose memory the kernels, launched before, have to themselves
         self._idle.append((argument, parameters, address))
+
+    def _allocate(self, argument, device):
+        pieces = []
+        for make, size, places in self._workspace:
+            pieces.append(make(size, device))
+            for field, offset in places:
+                setattr(argument, field, pieces[-1].data_ptr() + offset)
+        return pieces
 
 
 def _zeros(size, device):

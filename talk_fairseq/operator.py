@@ -259,7 +259,6 @@ def _register(schema, kernel, fake, setup_context=None, backward=None):
         _LIBRARY.impl(name, kernel, device)
     torch.library.register_fake(f"talk_conv::{name}", fake, lib=_LIBRARY)
     redispatch, below = op.redispatch, torch._C._after_autograd_keyset
-    is_grad_enabled, any_requires_grad = torch.is_grad_enabled, torch._C._any_requires_grad
 
     class Gradient(torch.autograd.Function):
         @staticmethod
@@ -279,8 +278,10 @@ def _register(schema, kernel, fake, setup_context=None, backward=None):
             return None, *backward(ctx, *gradients)
 
     def autograd(keyset, *inputs):
-        if is_grad_enabled() and any_requires_grad(*inputs):
-            return Gradient.apply(keyset, *inputs)
+        if torch.is_grad_enabled():
+            for value in inputs:
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    return Gradient.apply(keyset, *inputs)
         return redispatch(keyset & below, *inputs)
 
     _LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
