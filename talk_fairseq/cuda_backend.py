@@ -174,14 +174,6 @@ def _aligned(*tensors):
     return addresses % 16 == 0
 
 
-_empty_like = torch.empty_like
-
-
-def _empty(count, dtype, device):
-    """Workspace from PyTorch's allocator, which knows streams and CUDA graphs."""
-    return torch.empty(count, dtype=dtype, device=device)
-
-
 class _Pass:
     """A plan made ready for calls of the same sizes: they fill in addresses, and launch.
 

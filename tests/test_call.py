@@ -16,7 +16,7 @@ import torch
 from conftest import alone
 from test_operator import arguments
 
-from talk_fairseq import cuda_backend, operator, talk_conv
+from talk_fairseq import TaLKConvState, cuda_backend, operator, talk_conv, talk_conv_update
 
 # ------------------------------------------------------------------------------------- host time
 
@@ -133,6 +133,25 @@ def test_host_time_of_a_call(launches, cheapest, figure, call, most, ratio):
         assert ours <= most
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("function, most, ratio", [("talk_conv", 40, 3), ("update", 25, 1.5)])
+def test_time_of_a_small_call_on_the_cpu(cheapest, figure, function, most, ratio):
+    """Of one step of one sequence, where the kernel takes no time."""
+    x, left, _, *windows = args = arguments(1, 1, 64, 4, 31, 0)
+    state = TaLKConvState(1, 64, 31)
+    small = {
+        "talk_conv": lambda: talk_conv(*args),
+        "update": lambda: talk_conv_update(x, left, state, 31),
+    }
+    call = small[function]
+    microseconds(call, rounds=2)
+    ours, least = microseconds(call, lambda: cheapest(*args))
+    figure(f"{function} of one step on the CPU: {ours:.1f} us, {ours / least:.2f} of the least's")
+    assert ours <= ratio * least
+    if alone():
+        assert ours <= most
+
+
 # -------------------------------------------------------------------------------- launches on CUDA
 
 
@@ -156,7 +175,7 @@ def test_a_new_thread_gets_a_context(launches):
 def test_threads_do_not_share_what_they_launch():
     """A call of the same sizes, made while another fills in or launches, has its own argument."""
     first, second = (arguments(10, 2, 8, 2, 3, 3, seed=seed) for seed in (0, 1))
-    waiting, launched = [second], []
+    waiting, launched = [], []
 
     class Device:
         shared_memory = 227 * 1024
@@ -174,8 +193,10 @@ def test_threads_do_not_share_what_they_launch():
             return launch
 
     call = functools.partial(cuda_backend.forward_with, Device())
+    call(*first)  # which leaves an argument to the next
+    waiting.append(second)
     call(*first)
-    assert launched == [second[0].data_ptr(), first[0].data_ptr()]
+    assert launched[1:] == [second[0].data_ptr(), first[0].data_ptr()]
 
 
 # --------------------------------------------------------------------------------------- imports
