@@ -99,8 +99,8 @@ def both_passes(function, dout, *args):
     return torch.autograd.grad(with_gradients(function, dout, *args), inputs, dout)
 
 
-def microseconds(*calls, rounds=31, repeats=100):
-    """The best of `rounds` of each, taken in turn: what else the machine does falls on all."""
+def microseconds(*calls, rounds=300, repeats=10):
+    """The best of `rounds` of each, taken in turn: many short ones, so that some have peace."""
     times = [[] for _ in calls]
     for _ in range(rounds):
         for call, taken in zip(calls, times):
@@ -113,12 +113,12 @@ def microseconds(*calls, rounds=31, repeats=100):
 
 @pytest.mark.parametrize(
     "call, most, ratio",
-    [(without_gradients, 25, 1.5), (with_gradients, 40, 1.75), (both_passes, 100, 1.75)],
+    [(without_gradients, 25, 1.5), (with_gradients, 40, 1.6), (both_passes, 100, 1.6)],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_host_time_of_a_call(launches, cheapest, figure, call, most, ratio):
-    """The bounds of time are those of an idle machine. Those of the ratio leave some room for the
-    rest of the machine, and none for 5 us.
+    """The bounds of time are those of an idle machine. The others leave some room for what the
+    machine does besides, and none for another 15 us.
     """
     args = arguments(10, 10, 64, 4, 31, 31)
     dout = torch.ones_like(args[0])
