@@ -1,9 +1,8 @@
 """The TaLK operator on the CPU: Numba kernels that read x once and write the output once. Below
 them those of the short convolution that may stand before it.
 
-The operator's kernels walk along time with a ring of float64 rows just long enough for the longest
-window in the call, so their work does not depend on the window, and float64 sums need no restarts.
-Halves are converted to float32 around the kernel and rounded once, at the end.
+Halves are converted to float32 around the kernel and rounded once, at the end. Numba is imported at
+the first call.
 
 The work is split over Python threads (the kernels release the GIL) rather than Numba's own,
 whose fallback layers abort under concurrent calls or after a fork.
@@ -11,27 +10,41 @@ whose fallback layers abort under concurrent calls or after a fork.
 
 import ctypes
 import functools
+import math
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from numba import njit
 
 # Bytes from which fresh memory asks for huge pages.
 _LARGE = 4 << 20
 # Elements below which starting threads costs more than it saves.
 _SERIAL = 1 << 15
+# Likewise of steps of decoding, which take a nanosecond for each.
+_SERIAL_STEPS = 1 << 17
 # Time steps of one task, unless windows are large.
 _CHUNK = 1024
 # Channels of one task: wide enough for the memory's pages, small enough for the ring to stay in L2.
 _SLAB = 256
-# Of a short convolution: the fewest channels of a task, a line of the cache; and rows whose
-# gradients of the weights are summed in float32, the sums of those in float64.
-_NARROW, _ROWS = 16, 64
+# Of a short convolution: the fewest channels of a task, a line of the cache.
+_NARROW = 16
 _empty = np.empty  # the tests fill it with NaN
 _NO_ORIGIN = np.empty((0, 0), np.int32)
+
+
+@functools.cache
+def _kernels():
+    """The module of the compiled kernels."""
+    try:
+        from talk_fairseq import cpu_kernels
+    except ImportError as error:
+        raise RuntimeError(
+            "talk_conv on the CPU needs Numba: pip install numba, or set "
+            "TALK_CONV_BACKEND=reference"
+        ) from error
+    return cpu_kernels
 
 
 def forward(x, offset_left, offset_right, max_left, max_right):
@@ -41,7 +54,7 @@ def forward(x, offset_left, offset_right, max_left, max_right):
     rows = _arithmetic(x)
     out = _fresh_like(rows)
     _run(
-        _forward_kernel,
+        _kernels().forward,
         _chunk(x.shape[0], max_left, max_right),
         _heads(rows, H),
         *reaches,
@@ -64,7 +77,7 @@ def backward(dout, x, offset_left, offset_right, max_left, max_right):
     d_left = torch.empty(T, B, H, dtype=rows.dtype)
     d_right = d_left if offset_right is None else torch.empty_like(d_left)
     _run(
-        _backward_kernel,
+        _kernels().backward,
         _chunk(x.shape[0], max_left, max_right),
         _heads(rows, H),
         *reaches,
@@ -92,20 +105,20 @@ def update(x, offset_left, sums, origin, steps, max_left):
     rows = _arithmetic(x)
     out = torch.empty_like(rows, requires_grad=False)
     arguments = [
-        rows.detach().numpy(),
-        _arithmetic(offset_left).detach().numpy(),
-        sums.detach().numpy(),
+        _array(rows),
+        _array(_arithmetic(offset_left)),
+        _array(sums),
         _NO_ORIGIN if origin is None else origin.numpy(),
         steps,
         max_left,
         out.numpy(),
     ]
-    threads = min(torch.get_num_threads() if x.numel() >= _SERIAL else 1, B)
+    threads = min(torch.get_num_threads(), B) if x.numel() >= _SERIAL_STEPS else 1
     if threads == 1:
-        _update_kernel(*arguments, 0, B)
+        _kernels().update(*arguments, 0, B)
     else:
         cuts = [B * index // threads for index in range(threads + 1)]
-        _share(lambda i: _update_kernel(*arguments, cuts[i], cuts[i + 1]), threads)
+        _share(lambda i: _kernels().update(*arguments, cuts[i], cuts[i + 1]), threads)
     return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
@@ -113,7 +126,7 @@ def short_forward(x, weight, left):
     """The output of a short convolution, in the dtype of `x` and `weight`."""
     rows = _arithmetic(x)
     out = _fresh_like(rows)
-    _over_channels(_short_forward_kernel, rows, _arithmetic(weight), left, out)
+    _over_channels(_kernels().short_forward, rows, _arithmetic(weight), left, out)
     return out.to(x.dtype)
 
 
@@ -121,7 +134,7 @@ def short_backward(dout, x, weight, left):
     """Its gradients ``(dx, d_weight)``."""
     rows, taps = _arithmetic(x), _arithmetic(weight)
     dx, d_weight = _fresh_like(rows), torch.empty_like(taps)
-    _over_channels(_short_backward_kernel, rows, taps, left, _arithmetic(dout), dx, d_weight)
+    _over_channels(_kernels().short_backward, rows, taps, left, _arithmetic(dout), dx, d_weight)
     return dx.to(x.dtype), d_weight.to(weight.dtype)
 
 
@@ -133,7 +146,7 @@ def _over_channels(kernel, x, weight, left, *others):
     threads = torch.get_num_threads() if x.numel() >= _SERIAL else 1
     threads = max(1, min(threads, C // _NARROW))
     cuts = [C * index // threads // _NARROW * _NARROW for index in range(threads)] + [C]
-    arrays = [tensor.detach().numpy() for tensor in (x, weight, *others)]
+    arrays = [_array(tensor) for tensor in (x, weight, *others)]
     _share(lambda i: kernel(*arrays, left, cuts[i], cuts[i + 1]), threads)
 
 
@@ -154,13 +167,18 @@ def _libc():
 
 def _arithmetic(tensor):
     """`tensor` in the type that the kernels compute with; halves are storage only."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    return tensor.float() if tensor.dtype.itemsize == 2 else tensor
 
 
 def _heads(tensor, H):
     """A NumPy view (T, B, H, R)."""
     T, B, C = tensor.shape
-    return tensor.detach().numpy().reshape(T, B, H, C // H)
+    return _array(tensor).reshape(T, B, H, C // H)
+
+
+def _array(tensor):
+    """A NumPy view."""
+    return (tensor.detach() if tensor.requires_grad else tensor).numpy()
 
 
 def _reaches(offset_left, offset_right, max_left, max_right, T):
@@ -169,10 +187,9 @@ def _reaches(offset_left, offset_right, max_left, max_right, T):
     def side(offset, maximum):
         if offset is None:
             return _empty((0, 0, 0)), 0
-        u = offset.detach().numpy() if offset.dtype == torch.float64 else offset.double().numpy()
-        u = u * float(maximum)
-        longest = np.nanmax(u, initial=0.0)
-        return u, T if longest >= T else int(np.ceil(longest))
+        u = np.multiply(_array(_arithmetic(offset)), float(maximum), dtype=np.float64)
+        longest = np.fmax.reduce(u, axis=None, initial=0.0)  # which skips NaN
+        return u, T if longest >= T else math.ceil(longest)
 
     u_left, reach_left = side(offset_left, max_left)
     u_right, reach_right = side(offset_right, max_right)
@@ -221,296 +238,3 @@ def _share(work, threads):
     work(0)
     for other in others:
         other.result()
-
-
-def _jit(function):
-    """Compile at the first call, and keep the result on disk where there is a place to write.
-
-    Sums over a head's channels may be vectorised; NaN and infinity keep their meaning.
-    """
-    options = dict(nogil=True, fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:  # nowhere to write
-        return njit(**options)(function)
-
-
-@_jit
-def _forward_kernel(
-    x, u_left, u_right, reach_left, reach_right, scale, out, chunk, group, ring, first, tasks, step
-):
-    """out[t] = (P(t + 1 + u_r) - P(t - u_l)) * scale, with P[k] = x[begin] + ... + x[k - 1].
-
-    P[begin] is 0, and an earlier P[k] minus the sum of what lies between: what is rounded does
-    not depend on `reach_left`, which other sentences may have lengthened.
-
-    At time t the ring holds the rows P[t - reach_left] to P[t + 1 + reach_right].
-    """
-    T, B, H, R = x.shape
-    groups = -(-H // group)
-    mask = ring.shape[0] - 1
-    for task in range(first, tasks, step):
-        begin = task // (B * groups) * chunk
-        end = min(begin + chunk, T)
-        b = task // groups % B
-        h0 = task % groups * group
-        h1 = min(h0 + group, H)
-        ring[begin & mask, :] = 0.0
-        for k in range(begin - 1, max(begin - reach_left, 0) - 1, -1):
-            for h in range(h0, h1):
-                lo = (h - h0) * R
-                before = ring[k & mask, lo : lo + R]
-                after = ring[(k + 1) & mask, lo : lo + R]
-                row = x[k, b, h]
-                for r in range(R):
-                    before[r] = after[r] - row[r]
-        k = begin
-        for t in range(begin, end):
-            while k < min(t + 1 + reach_right, T):
-                for h in range(h0, h1):
-                    lo = (h - h0) * R
-                    before = ring[k & mask, lo : lo + R]
-                    after = ring[(k + 1) & mask, lo : lo + R]
-                    row = x[k, b, h]
-                    for r in range(R):
-                        after[r] = before[r] + row[r]
-                k += 1
-            for h in range(h0, h1):
-                lo = (h - h0) * R
-                n, f_left = _split(u_left[t, b, h], t)
-                left, left_next = t - n, t - n - 1
-                right, right_next, f_right = t + 1, t + 1, 0.0
-                if u_right.size > 0:
-                    n, f_right = _split(u_right[t, b, h], T - 1 - t)
-                    right, right_next = t + 1 + n, t + 2 + n
-                if f_left == 0.0:
-                    left_next = left
-                if f_right == 0.0:
-                    right_next = right
-                p0 = ring[left & mask, lo : lo + R]
-                p1 = ring[left_next & mask, lo : lo + R]
-                q0 = ring[right & mask, lo : lo + R]
-                q1 = ring[right_next & mask, lo : lo + R]
-                row = out[t, b, h]
-                for r in range(R):
-                    whole = q0[r] - p0[r]
-                    ends = f_right * (q1[r] - q0[r]) + f_left * (p0[r] - p1[r])
-                    row[r] = (whole + ends) * scale
-
-
-@_jit
-def _backward_kernel(
-    x, u_left, u_right, reach_left, reach_right, scale, dout, max_left, max_right, dx, d_left,
-    d_right, chunk, group, ring, first, tasks, step,
-):  # fmt: skip
-    """dx is the running sum of D, to which each window adds its two ends; `ring` holds rows of D.
-
-    A window of weight 1 on rows i to k - 1, f on row i - 1 and g on row k is, as differences,
-    D[i - 1] += f, D[i] += 1 - f, D[k] -= 1 - g, D[k + 1] -= g (times dout). Once time t is
-    done, D is complete up to row t - reach_left.
-    """
-    T, B, H, R = x.shape
-    groups = -(-H // group)
-    mask = ring.shape[0] - 1
-    for task in range(first, tasks, step):
-        begin = task // (B * groups) * chunk
-        end = min(begin + chunk, T)
-        b = task // groups % B
-        h0 = task % groups * group
-        h1 = min(h0 + group, H)
-        ring[:, :] = 0.0
-        total = np.zeros((h1 - h0) * R)
-        near = np.empty((mask + 1, (h1 - h0) * R), x.dtype)
-        k = max(begin - reach_left - 1, 0)  # the next row of x to bring near
-        j = begin  # the next row of dx to write
-        for t in range(max(begin - reach_right - 1, 0), min(end + reach_left, T)):
-            # Windows end at scattered rows of x: fetch rows in order, as memory likes it.
-            while k < min(min(t, end - 1) + 2 + reach_right, T):
-                for h in range(h0, h1):
-                    lo = (h - h0) * R
-                    row = x[k, b, h]
-                    copy = near[k & mask, lo : lo + R]
-                    for r in range(R):
-                        copy[r] = row[r]
-                k += 1
-            for h in range(h0, h1):
-                lo = (h - h0) * R
-                g = dout[t, b, h]
-
-                n, f_left = _split(u_left[t, b, h], t)
-                left = t - n
-                if begin <= t < end:
-                    d_left[t, b, h] = f_left * 0.0  # NaN where it is one
-                    if f_left > 0:
-                        cut = near[(left - 1) & mask, lo : lo + R]
-                        d_left[t, b, h] = _dot(g, cut) * max_left * scale
-
-                right, f_right = t + 1, 0.0
-                if u_right.size > 0:
-                    n, f_right = _split(u_right[t, b, h], T - 1 - t)
-                    right = t + 1 + n
-                    if begin <= t < end:
-                        d_right[t, b, h] = f_right * 0.0
-                        if f_right > 0:
-                            cut = near[right & mask, lo : lo + R]
-                            d_right[t, b, h] = _dot(g, cut) * max_right * scale
-
-                if right < begin:  # it ends, with a part of row `right`, before this chunk
-                    continue
-                # Rows before this chunk are summed into its first row; rows after it are not ours.
-                _add(ring, max(left, begin), end, lo, g, 1.0 - f_left)
-                if f_left != 0.0:
-                    _add(ring, max(left - 1, begin), end, lo, g, f_left)
-                _add(ring, max(right, begin), end, lo, g, f_right - 1.0)
-                if f_right != 0.0:
-                    _add(ring, max(right + 1, begin), end, lo, g, -f_right)
-            while j < end and (j <= t - reach_left or t == min(end + reach_left, T) - 1):
-                for h in range(h0, h1):
-                    lo = (h - h0) * R
-                    done = ring[j & mask, lo : lo + R]
-                    sums = total[lo : lo + R]
-                    row = dx[j, b, h]
-                    for r in range(R):
-                        sums[r] += done[r]
-                        row[r] = sums[r] * scale
-                        done[r] = 0.0
-                j += 1
-
-
-@_jit
-def _update_kernel(x, offset, sums, origin, steps, max_left, out, first, last):
-    """Sequences `first` to `last` - 1: each step adds a row to the ring, and reads its window.
-
-    With running sums P that start anew when the ring does, and for an earlier row are minus the
-    sum of what lies between::
-
-        out[t] = (P(t) - P(t - n - 1) + f * (P(t - n - 1) - P(t - n - 2))) / (max_left + 1)
-    """
-    S, B, H = offset.shape
-    R = x.shape[2] // H
-    L = sums.shape[0]
-    scale = 1.0 / (max_left + 1)
-    for b in range(first, last):
-        for s in range(S):
-            t = steps + s
-            slot = t % L
-            for h in range(H):
-                lo, hi = h * R, (h + 1) * R
-                row = x[s, b, lo:hi]
-                now = sums[slot, b, lo:hi]
-                if slot == 0:
-                    for r in range(R):
-                        now[r] = row[r]
-                else:
-                    last_row = sums[slot - 1, _column(origin, slot - 1, b), lo:hi]
-                    for r in range(R):
-                        now[r] = last_row[r] + row[r]
-
-                n, f = _split(np.float64(offset[s, b, h]) * max_left, t)
-                target = out[s, b, lo:hi]
-                if n > L - 3:
-                    target[:] = np.nan
-                    continue
-                # Slots from the ring's start; negative ones count from its end, in NumPy too.
-                k = slot - n - 1
-                k_cut = k - 1 if f != 0.0 else k
-                total = sums[L - 1, _column(origin, L - 1, b), lo:hi]
-                before = sums[k, _column(origin, k, b), lo:hi]
-                cut = sums[k_cut, _column(origin, k_cut, b), lo:hi]
-                if k == -1:  # P is 0, and the row that is cut the last of the turn before
-                    if f == 0.0:
-                        for r in range(R):
-                            target[r] = now[r] * scale
-                    else:
-                        for r in range(R):
-                            target[r] = (now[r] + f * (total[r] - cut[r])) * scale
-                elif k == 0 and f != 0.0:  # the row that is cut the first of this turn
-                    for r in range(R):
-                        target[r] = (now[r] - before[r] + f * before[r]) * scale
-                elif k >= 0:
-                    for r in range(R):
-                        target[r] = (now[r] - before[r] + f * (before[r] - cut[r])) * scale
-                else:
-                    for r in range(R):
-                        ends = f * (before[r] - cut[r])
-                        target[r] = (now[r] + (total[r] - before[r]) + ends) * scale
-            if origin.size:
-                origin[slot, b] = b
-
-
-@_jit
-def _short_forward_kernel(x, weight, out, left, lo, hi):
-    T, B, _ = x.shape
-    K = weight.shape[0]
-    for b in range(B):
-        for t in range(T):
-            target = out[t, b, lo:hi]
-            first = max(left - t, 0)
-            for k in range(first, min(K, T - t + left)):
-                row, taps = x[t - left + k, b, lo:hi], weight[k, lo:hi]
-                if k == first:
-                    for c in range(hi - lo):
-                        target[c] = taps[c] * row[c]
-                else:
-                    for c in range(hi - lo):
-                        target[c] += taps[c] * row[c]
-
-
-@_jit
-def _short_backward_kernel(x, weight, dout, dx, d_weight, left, lo, hi):
-    T, B, _ = x.shape
-    K = weight.shape[0]
-    total = np.zeros((K, hi - lo))
-    sums = np.zeros((K, hi - lo), x.dtype)
-    for b in range(B):
-        for t in range(T):
-            row, target = x[t, b, lo:hi], dx[t, b, lo:hi]
-            target[:] = 0.0
-            # Of the outputs that read row t: out[t + left - k], by tap k.
-            for k in range(max(t + left - T + 1, 0), min(K, t + left + 1)):
-                g, taps, sum_k = dout[t + left - k, b, lo:hi], weight[k, lo:hi], sums[k]
-                for c in range(hi - lo):
-                    target[c] += taps[c] * g[c]
-                    sum_k[c] += row[c] * g[c]
-            if t % _ROWS == _ROWS - 1 or t == T - 1:
-                for k in range(K):
-                    for c in range(hi - lo):
-                        total[k, c] += sums[k, c]
-                        sums[k, c] = 0.0
-    d_weight[:, lo:hi] = total
-
-
-@_jit
-def _split(u, rows):
-    """A reach of `u` tokens as whole rows and the fraction of the next, of the `rows` there are.
-
-    A negative or NaN one is no row and a fraction of NaN.
-    """
-    if u >= rows:
-        return rows, 0.0
-    if u >= 0:
-        n = int(u)
-        return n, u - n
-    return 0, np.nan
-
-
-@_jit
-def _column(origin, slot, b):
-    return origin[slot, b] if origin.size else b
-
-
-@_jit
-def _dot(a, b):
-    total = 0.0
-    for r in range(a.shape[0]):
-        total += np.float64(a[r]) * b[r]
-    return total
-
-
-@_jit
-def _add(ring, row, end, lo, values, weight):
-    """ring[row] += weight * values, where the row lies before `end`."""
-    if row < end:
-        target = ring[row & (ring.shape[0] - 1), lo : lo + values.shape[0]]
-        for r in range(values.shape[0]):
-            target[r] += weight * values[r]

@@ -6,10 +6,10 @@ CuPy; importing this module compiles nothing and needs neither a GPU nor CuPy. C
 in float32, and are written as 0; so are sums of bfloat16 below 7.7e-34, held at 2^-16 of them.
 """
 
+import ctypes
 import functools
-from typing import NamedTuple
+import threading
 
-import numpy as np
 import torch
 
 from talk_fairseq.cuda_plan import (
@@ -27,9 +27,12 @@ try:
 except ImportError:  # the first launch says what to install
     cupy = None
 
-_PROBLEM = Layout("talk_conv.cu", "Problem")
-_SHORT_PROBLEM = Layout("short_conv.cu", "ShortProblem")
+_LAYOUTS = {
+    "talk_conv.cu": Layout("talk_conv.cu", "Problem"),
+    "short_conv.cu": Layout("short_conv.cu", "ShortProblem"),
+}
 _COUNTERS = ("reach", "starts")  # workspace that is 0 at first; the other holds anything
+_ALIGNMENT = 256  # bytes of which a piece of workspace begins at a multiple
 
 _MODULES = {}
 if cupy is not None:
@@ -56,12 +59,7 @@ def forward(x, offset_left, offset_right, max_left, max_right):
     Raises:
         RuntimeError: CuPy is missing, or built for another CUDA than PyTorch.
     """
-    _check_cupy()
-    with torch.cuda.device(x.device):
-        shared_memory = _shared_memory(x.device.index)
-        return forward_with(
-            _launch, shared_memory, x, offset_left, offset_right, max_left, max_right
-        )
+    return _on_device(forward_with, x, offset_left, offset_right, max_left, max_right)
 
 
 def backward(dout, x, offset_left, offset_right, max_left, max_right):
@@ -77,12 +75,7 @@ def backward(dout, x, offset_left, offset_right, max_left, max_right):
     Raises:
         RuntimeError: CuPy is missing, or built for another CUDA than PyTorch.
     """
-    _check_cupy()
-    with torch.cuda.device(x.device):
-        shared_memory = _shared_memory(x.device.index)
-        return backward_with(
-            _launch, shared_memory, dout, x, offset_left, offset_right, max_left, max_right
-        )
+    return _on_device(backward_with, dout, x, offset_left, offset_right, max_left, max_right)
 
 
 def update(x, offset_left, sums, origin, steps, max_left):
@@ -93,9 +86,7 @@ def update(x, offset_left, sums, origin, steps, max_left):
     Raises:
         RuntimeError: CuPy is missing, or built for another CUDA than PyTorch.
     """
-    _check_cupy()
-    with torch.cuda.device(x.device):
-        return update_with(_launch, x, offset_left, sums, origin, steps, max_left)
+    return _on_device(update_with, x, offset_left, sums, origin, steps, max_left)
 
 
 def short_forward(x, weight, left):
@@ -104,9 +95,7 @@ def short_forward(x, weight, left):
     Raises:
         RuntimeError: CuPy is missing, or built for another CUDA than PyTorch.
     """
-    _check_cupy()
-    with torch.cuda.device(x.device):
-        return short_forward_with(_launch, x, weight, left)
+    return _on_device(short_forward_with, x, weight, left)
 
 
 def short_backward(dout, x, weight, left):
@@ -115,121 +104,212 @@ def short_backward(dout, x, weight, left):
     Raises:
         RuntimeError: CuPy is missing, or built for another CUDA than PyTorch.
     """
-    _check_cupy()
-    with torch.cuda.device(x.device):
-        return short_backward_with(_launch, dout, x, weight, left)
+    return _on_device(short_backward_with, dout, x, weight, left)
 
 
 # --------------------------------------------------------------------------------------- passes
-# `launch(file, dtype, kernel, blocks, threads, shared, problem)` makes one launch: on a GPU here,
-# on the host in the tests.
+# `device` is where launches are made: a GPU here, the host in the tests. It has two members:
+#   shared_memory: bytes of it that a block may use;
+#   launcher(file, dtype, kernel, blocks, threads, shared): a function that makes this launch, given
+#       what cuLaunchKernel takes as `kernelParams`, the address of the argument's address.
 
 
-def forward_with(launch, shared_memory, x, offset_left, offset_right, max_left, max_right):
-    """`forward` through any `launch`, for blocks with up to `shared_memory` bytes."""
+def forward_with(device, x, offset_left, offset_right, max_left, max_right):
+    """`forward` on any `device`."""
     out = _empty_like(x)
-    sizes = (*x.shape, offset_left.shape[2], max_left, max_right)
-    plan = plan_forward(x.dtype, _aligned(x), shared_memory, *sizes)
-    tensors = {"x": x, "offset_left": offset_left, "offset_right": offset_right, "out": out}
-    _run(launch, plan, sizes, tensors)
+    launch = _forward_pass(
+        device, x.dtype, offset_left.dtype, _aligned(x), *x.shape, offset_left.shape[2],
+        max_left, max_right,
+    )  # fmt: skip
+    launch(x, offset_left, offset_right, out)
     return out
 
 
-def backward_with(launch, shared_memory, dout, x, offset_left, offset_right, max_left, max_right):
-    """`backward` through any `launch`, for blocks with up to `shared_memory` bytes."""
+def backward_with(device, dout, x, offset_left, offset_right, max_left, max_right):
+    """`backward` on any `device`."""
     dx, d_left = _empty_like(x), _empty_like(offset_left)
     d_right = None if offset_right is None else _empty_like(offset_right)
-    sizes = (*x.shape, offset_left.shape[2], max_left, max_right)
-    plan = plan_backward(x.dtype, _aligned(x, dout), shared_memory, *sizes)
-    tensors = {"dout": dout, "x": x, "offset_left": offset_left, "offset_right": offset_right}
-    tensors |= {"out": dx, "d_offset_left": d_left, "d_offset_right": d_right}
-    _run(launch, plan, sizes, tensors)
+    launch = _backward_pass(
+        device, x.dtype, offset_left.dtype, _aligned(x, dout), *x.shape, offset_left.shape[2],
+        max_left, max_right,
+    )  # fmt: skip
+    launch(dout, x, offset_left, offset_right, dx, d_left, d_right)
     return dx, d_left, d_right
 
 
-def update_with(launch, x, offset_left, sums, origin, steps, max_left):
-    """`update` through any `launch`."""
+def update_with(device, x, offset_left, sums, origin, steps, max_left):
+    """`update` on any `device`."""
     out = _empty_like(x)
-    S, B, C = x.shape
-    H = offset_left.shape[2]
-    plan = plan_update(x.dtype, _aligned(x), B, C, H)
-    tensors = {"x": x, "offset_left": offset_left, "sums": sums, "origin": origin, "out": out}
-    ring, columns, _ = sums.shape
-    past = {"ring": ring, "columns": columns, "steps": steps}
-    _run(launch, plan, (S, B, C, H, max_left, 0), tensors, past)
+    launch = _update_pass(
+        device, x.dtype, offset_left.dtype, _aligned(x), *x.shape, offset_left.shape[2], max_left,
+        *sums.shape[:2],
+    )  # fmt: skip
+    launch(x, offset_left, sums, origin, out, steps=steps)
     return out
 
 
-def short_forward_with(launch, x, weight, left):
-    """`short_forward` through any `launch`."""
+def short_forward_with(device, x, weight, left):
+    """`short_forward` on any `device`."""
     out = _empty_like(x)
-    plan = plan_short_forward(x.dtype, _aligned(x, weight), *x.shape, len(weight), left)
-    _run_short(launch, plan, {"x": x, "weight": weight, "out": out})
+    launch = _short_forward_pass(device, x.dtype, _aligned(x, weight), *x.shape, len(weight), left)
+    launch(x, weight, out)
     return out
 
 
-def short_backward_with(launch, dout, x, weight, left):
-    """`short_backward` through any `launch`."""
+def short_backward_with(device, dout, x, weight, left):
+    """`short_backward` on any `device`."""
     dx, d_weight = _empty_like(x), _empty_like(weight)
-    plan = plan_short_backward(x.dtype, _aligned(x, weight, dout), *x.shape, len(weight), left)
-    tensors = {"dout": dout, "x": x, "weight": weight, "out": dx, "d_weight": d_weight}
-    _run_short(launch, plan, tensors)
+    launch = _short_backward_pass(
+        device, x.dtype, _aligned(x, weight, dout), *x.shape, len(weight), left
+    )
+    launch(dout, x, weight, dx, d_weight)
     return dx, d_weight
 
 
 def _aligned(*tensors):
     """May several channels be moved at a time, as far as the tensors' addresses go?"""
-    return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    addresses = 0
+    for tensor in tensors:
+        addresses |= tensor.data_ptr()
+    return addresses % 16 == 0
 
 
-def _run(launch, plan, sizes, tensors, past={}):  # noqa: B006
-    x, offset_left = tensors["x"], tensors["offset_left"]
-    T, B, C, H, max_left, max_right = sizes
-    numbers = {"T": T, "B": B, "C": C, "H": H, "R": C // H}
-    numbers |= {"max_left": max_left, "max_right": max_right} | plan.sizes | past
-    numbers["float32_offsets"] = x.dtype.itemsize == 2 and offset_left.dtype == torch.float32
-    numbers["scale"] = 1 / (max_left + max_right + 1)
-    _launch_all(launch, "talk_conv.cu", _PROBLEM, plan, tensors, numbers)
+class _Pass:
+    """A plan made ready for calls of the same sizes: they fill in addresses, and launch.
+
+    Args:
+        device: where, as above.
+        file: the kernels' file.
+        dtype: x's.
+        plan: the :class:`talk_fairseq.cuda_plan.Plan`.
+        fields: those of the kernels' argument that a call's tensors are for.
+        numbers: what its other fields hold, beside the plan's sizes; 0 if nothing.
+    """
+
+    def __init__(self, device, file, dtype, plan, fields, numbers):
+        layout = _LAYOUTS[file]
+        numbers = {**numbers, **plan.sizes}
+        numbers = {field: numbers[field] for field in layout.numbers if field in numbers}
+        self._argument = functools.partial(layout.struct, **numbers)
+        self._fields = fields
+        self._launches = [device.launcher(file, NAMES[dtype], *launch) for launch in plan.launches]
+        # All that is 0 at first lies in one piece of memory, all the rest in another.
+        self._workspace = []
+        for make, cleared in ((_zeros, True), (_empty, False)):
+            size, places = 0, []
+            for field, (count, kind) in plan.workspace.items():
+                if (field in _COUNTERS) == cleared:
+                    places.append((field, size))
+                    size += -(-count * kind.itemsize // _ALIGNMENT) * _ALIGNMENT
+            if places:
+                self._workspace.append((make, size, places))
+        # Arguments that no call is filling in: each takes one out, and puts it back when a launch
+        # has copied it.
+        self._idle = []
+
+    def __call__(self, *tensors, **numbers):
+        """Launch on `tensors` (None is a null pointer), with `numbers` that are this call's."""
+        try:
+            argument, parameters, address = self._idle.pop()
+        except IndexError:
+            argument = self._argument()
+            parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+            address = ctypes.addressof(parameters)
+        for field, tensor in zip(self._fields, tensors):
+            setattr(argument, field, None if tensor is None else tensor.data_ptr())
+        for field, number in numbers.items():
+            setattr(argument, field, number)
+        pieces = self._workspace and self._allocate(argument, tensors[0].device)
+        for launch in self._launches:
+            launch(address)
+        del pieces  # whose memory the kernels, launched before, have to themselves
+        self._idle.append((argument, parameters, address))
+
+    def _allocate(self, argument, device):
+        pieces = []
+        for make, size, places in self._workspace:
+            pieces.append(make(size, device))
+            for field, offset in places:
+                setattr(argument, field, pieces[-1].data_ptr() + offset)
+        return pieces
 
 
-def _run_short(launch, plan, tensors):
-    T, B, C = tensors["x"].shape
-    numbers = {"T": T, "B": B, "C": C} | plan.sizes
-    _launch_all(launch, "short_conv.cu", _SHORT_PROBLEM, plan, tensors, numbers)
+def _zeros(size, device):
+    return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
-def _launch_all(launch, file, layout, plan, tensors, numbers):
-    x = tensors["x"]
-    for field, (count, dtype) in plan.workspace.items():
-        make = torch.zeros if field in _COUNTERS else _empty
-        tensors[field] = make(count, dtype=dtype, device=x.device)
-    pointers = (tensors.get(field) for field in layout.pointers)
-    problem = layout.pack(
-        *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),
-        *(numbers.get(field, 0) for field in layout.numbers),
-    )
-    for kernel, blocks, threads, shared in plan.launches:
-        launch(file, NAMES[x.dtype], kernel, blocks, threads, shared, problem)
+def _empty(size, device):
+    """Bytes from PyTorch's allocator, which knows streams and CUDA graphs."""
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 _empty_like = torch.empty_like
 
 
-def _empty(count, dtype, device):
-    """Workspace from PyTorch's allocator, which knows streams and CUDA graphs."""
-    return torch.empty(count, dtype=dtype, device=device)
+@functools.lru_cache(maxsize=4096)
+def _forward_pass(device, dtype, offset_dtype, aligned, *sizes):
+    plan = plan_forward(dtype, aligned, device.shared_memory, *sizes)
+    fields = ("x", "offset_left", "offset_right", "out")
+    return _Pass(device, "talk_conv.cu", dtype, plan, fields, _numbers(dtype, offset_dtype, *sizes))
+
+
+@functools.lru_cache(maxsize=4096)
+def _backward_pass(device, dtype, offset_dtype, aligned, *sizes):
+    plan = plan_backward(dtype, aligned, device.shared_memory, *sizes)
+    fields = ("dout", "x", "offset_left", "offset_right", "out", "d_offset_left", "d_offset_right")
+    return _Pass(device, "talk_conv.cu", dtype, plan, fields, _numbers(dtype, offset_dtype, *sizes))
+
+
+@functools.lru_cache(maxsize=4096)
+def _update_pass(device, dtype, offset_dtype, aligned, S, B, C, H, max_left, ring, columns):
+    plan = plan_update(dtype, aligned, B, C, H)
+    fields = ("x", "offset_left", "sums", "origin", "out")
+    numbers = _numbers(dtype, offset_dtype, S, B, C, H, max_left, 0)
+    numbers |= {"ring": ring, "columns": columns}
+    return _Pass(device, "talk_conv.cu", dtype, plan, fields, numbers)
+
+
+@functools.lru_cache(maxsize=4096)
+def _short_forward_pass(device, dtype, aligned, T, B, C, taps, left):
+    plan = plan_short_forward(dtype, aligned, T, B, C, taps, left)
+    fields = ("x", "weight", "out")
+    return _Pass(device, "short_conv.cu", dtype, plan, fields, {"T": T, "B": B, "C": C})
+
+
+@functools.lru_cache(maxsize=4096)
+def _short_backward_pass(device, dtype, aligned, T, B, C, taps, left):
+    plan = plan_short_backward(dtype, aligned, T, B, C, taps, left)
+    fields = ("dout", "x", "weight", "out", "d_weight")
+    return _Pass(device, "short_conv.cu", dtype, plan, fields, {"T": T, "B": B, "C": C})
+
+
+def _numbers(dtype, offset_dtype, T, B, C, H, max_left, max_right):
+    numbers = {"T": T, "B": B, "C": C, "H": H, "R": C // H}
+    numbers |= {"max_left": max_left, "max_right": max_right}
+    numbers["float32_offsets"] = dtype.itemsize == 2 and offset_dtype == torch.float32
+    numbers["scale"] = 1 / (max_left + max_right + 1)
+    return numbers
 
 
 # ------------------------------------------------------------------------------------- launching
 
-
-@functools.cache
-def _shared_memory(device):
-    """Bytes of shared memory that a block may use on `device`."""
-    return cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"]
+_thread = threading.local()
 
 
-@functools.cache
+def _on_device(run, tensor, *arguments):
+    """``run(device, tensor, …)`` on the GPU that holds `tensor`, made current for as long."""
+    index = tensor.get_device()
+    gpu = _gpu(index)
+    if torch.cuda.current_device() != index:
+        with torch.cuda.device(index):
+            return run(gpu, tensor, *arguments)
+    if not hasattr(_thread, "has_context"):
+        # Device 0 is current in a new thread, such as one of autograd's, but not its context.
+        cupy.cuda.runtime.setDevice(index)
+        _thread.has_context = True
+    return run(gpu, tensor, *arguments)
+
+
 def _check_cupy():
     if cupy is None:
         raise RuntimeError(
@@ -244,37 +324,38 @@ def _check_cupy():
         )
 
 
+class _Gpu:
+    """One GPU, as the `device` of a pass."""
+
+    def __init__(self, index):
+        _check_cupy()
+        self.index = index
+        attributes = cupy.cuda.Device(index).attributes
+        self.shared_memory = attributes["MaxSharedMemoryPerBlockOptin"]
+
+    def launcher(self, file, dtype, name, blocks, threads, shared):
+        """A launch on the stream that is current when it is made.
+
+        It takes the driver's own call: CuPy's looks up its current device and stream besides, and
+        reads the argument as an array.
+        """
+        function = _kernel(self, file, dtype, name).ptr
+        launch, stream = cupy.cuda.driver.launchKernel, torch._C._cuda_getCurrentRawStream
+        sizes, index = (function, *blocks, threads, 1, 1, shared), self.index
+        return lambda parameters: launch(*sizes, stream(index), parameters, 0)
+
+
+_gpu = functools.cache(_Gpu)
+
+
 @functools.cache
-def _kernel(file, dtype, name, device):
-    """One kernel on one device; compiles all the kernels of a file and `dtype` at the first call.
+def _kernel(gpu, file, dtype, name):
+    """One kernel on one GPU; compiles all of a file and `dtype` at the first call.
 
     Its blocks may use all that the device lets one have: at a launch, two threads might each set
     what they need, and one of them launch with too little.
     """
-    kernel = _MODULES[file, dtype].get_function(name)
-    kernel.max_dynamic_shared_size_bytes = _shared_memory(device)
-    return kernel
-
-
-class _Stream(NamedTuple):
-    """A stream of PyTorch as an object of the CUDA stream protocol."""
-
-    pointer: int
-
-    def __cuda_stream__(self):
-        return 0, self.pointer
-
-
-def _current_stream(device):
-    pointer = torch.cuda.current_stream(device).cuda_stream
-    if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14
-        return cupy.cuda.Stream.from_external(_Stream(pointer))
-    return cupy.cuda.ExternalStream(pointer, device)
-
-
-def _launch(file, dtype, name, blocks, threads, shared, problem):
-    device = torch.cuda.current_device()
-    argument = np.frombuffer(problem, dtype=f"V{len(problem)}")
-    with cupy.cuda.Device(device), _current_stream(device):
-        kernel = _kernel(file, dtype, name, device)
-        kernel(blocks, (threads,), (argument,), shared_mem=shared)
+    with cupy.cuda.Device(gpu.index):
+        kernel = _MODULES[file, dtype].get_function(name)
+        kernel.max_dynamic_shared_size_bytes = gpu.shared_memory
+        return kernel.kernel  # which keeps its module loaded

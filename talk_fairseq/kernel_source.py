@@ -1,9 +1,9 @@
 """The CUDA kernel files as text, and what Python reads in it: constants and structs' layouts."""
 
+import ctypes
 import functools
 import pathlib
 import re
-import struct
 
 
 def source_path(name):
@@ -38,21 +38,21 @@ class Layout:
     """How a struct of a kernel file lies in memory: its members in their order.
 
     Attributes:
+        struct: it as a class of ctypes.
         pointers: names of the members that point to a tensor; they come first.
         numbers: names of the others.
     """
 
-    _CODES = {"*": "P", "double": "d", "int": "i"}
+    _TYPES = {"*": ctypes.c_void_p, "double": ctypes.c_double, "int": ctypes.c_int}
 
     def __init__(self, name, struct_name):
         body = re.search(rf"^struct {struct_name} {{\n(.*?)^}};", source(name), re.M | re.S)[1]
-        codes, self.pointers, self.numbers = "", [], []
+        fields, self.pointers, self.numbers = [], [], []
         for line in re.sub(r"//.*", "", body).split(";")[:-1]:
             kind, members = re.fullmatch(r"\s*(?:const )?(\w+\*?) ([\w, ]+)", line).groups()
             names = members.split(", ")
             pointer = kind.endswith("*")
-            codes += self._CODES["*" if pointer else kind] * len(names)
+            fields += ((member, self._TYPES["*" if pointer else kind]) for member in names)
             (self.pointers if pointer else self.numbers).extend(names)
-        self._struct = struct.Struct(codes + "0P")  # 0P: padded as a struct is
-        self.size = self._struct.size
-        self.pack = self._struct.pack
+        self.struct = type(struct_name, (ctypes.Structure,), {"_fields_": fields})
+        self.size = ctypes.sizeof(self.struct)

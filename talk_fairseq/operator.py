@@ -9,8 +9,7 @@ from talk_fairseq import cpu_backend, cuda_backend
 from talk_fairseq.decoding import TaLKConvState
 from talk_fairseq.reference import talk_conv_reference, talk_conv_update_reference
 
-_BACKENDS = {"cpu": cpu_backend, "cuda": cuda_backend}
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 
 def talk_conv(x, offset_left, offset_right, max_left, max_right):
@@ -53,12 +52,15 @@ def talk_conv(x, offset_left, offset_right, max_left, max_right):
         out = torch.einsum("tbhj,jbhr->tbhr", weight, x.view(T, B, H, C // H))
         out = out.reshape(T, B, C) / (max_left + max_right + 1)
     """
-    _validate(x, offset_left, offset_right, max_left, max_right)
+    if not _is_valid(x, offset_left, offset_right, max_left, max_right):
+        _validate(x, offset_left, offset_right, max_left, max_right)
     if _backend(x) == "reference":
         return talk_conv_reference(x, offset_left, offset_right, max_left, max_right)
+    dtype = x.dtype
+    if offset_left.dtype is dtype and (offset_right is None or offset_right.dtype is dtype):
+        return _forward(x, offset_left, offset_right, max_left, max_right)
     rows, offset_left, offset_right = _kernel_dtypes(x, offset_left, offset_right)
-    out = torch.ops.talk_conv.forward(rows, offset_left, offset_right, max_left, max_right)
-    return out if out.dtype == x.dtype else out.to(x.dtype)
+    return _forward(rows, offset_left, offset_right, max_left, max_right).to(dtype)
 
 
 def talk_conv_update(x, offset_left, state, max_left):
@@ -85,7 +87,8 @@ def talk_conv_update(x, offset_left, state, max_left):
     Equivalent to ``talk_conv(xs, offsets, None, max_left, 0)[-S:]`` with `xs` and `offsets` of all
     the steps so far.
     """
-    _validate(x, offset_left, None, max_left, 0)
+    if not _is_valid(x, offset_left, None, max_left, 0):
+        _validate(x, offset_left, None, max_left, 0)
     if not isinstance(state, TaLKConvState):
         raise TypeError(f"state: expected a TaLKConvState, got {type(state).__name__}")
     return talk_conv_update_unchecked(x, offset_left, state, max_left)
@@ -119,14 +122,52 @@ def talk_conv_update_unchecked(x, offset_left, state, max_left):
     else:
         if offset_left.dtype != x.dtype:
             offset_left = offset_left.to(torch.float32 if x.dtype.itemsize == 2 else x.dtype)
-        out = _BACKENDS[backend].update(
-            *_contiguous(x, offset_left), state.sums, state.origin, state.steps, max_left
+        out = _backend_of(x).update(
+            x.contiguous(),
+            offset_left.contiguous(),
+            state.sums,
+            state.origin,
+            state.steps,
+            max_left,
         )
     state.advance(S)
     return out
 
 
+def _is_valid(x, offset_left, offset_right, max_left, max_right):
+    """Are the arguments plainly in order? In half the time of `_validate`, which says what is not.
+
+    A few unusual ones, such as sizes of NumPy, are left to it.
+    """
+    if not (isinstance(x, torch.Tensor) and isinstance(offset_left, torch.Tensor)):
+        return False
+    shape, heads, device = x.shape, offset_left.shape, x.device
+    if not (
+        x.dtype in _DTYPES
+        and offset_left.dtype in _DTYPES
+        and offset_left.device == device
+        and len(shape) == len(heads) == 3
+        and type(max_left) is type(max_right) is int
+        and 0 <= max_left < 2**31
+        and 0 <= max_right < 2**31
+    ):
+        return False
+    T, B, C = shape
+    rows, sequences, H = heads
+    if rows != T or sequences != B or H == 0 or C % H:
+        return False
+    if offset_right is None:
+        return max_right == 0
+    return (
+        isinstance(offset_right, torch.Tensor)
+        and offset_right.dtype in _DTYPES
+        and offset_right.shape == heads
+        and offset_right.device == device
+    )
+
+
 def _validate(x, offset_left, offset_right, max_left, max_right):
+    """Raise an error that names what is wrong with the arguments."""
     for name, tensor in (("x", x), ("offset_left", offset_left), ("offset_right", offset_right)):
         if tensor is None and name == "offset_right":
             continue
@@ -168,10 +209,10 @@ def _validate(x, offset_left, offset_right, max_left, max_right):
 def _backend(x):
     """The backend's name for `x`: by its device, unless TALK_CONV_BACKEND forces one."""
     forced = os.environ.get("TALK_CONV_BACKEND")
-    device = x.device.type
     if forced is None:
-        return device if device in _BACKENDS else "reference"
-    if forced not in ("reference", *_BACKENDS):
+        return "cpu" if x.is_cpu else "cuda" if x.is_cuda else "reference"
+    device = x.device.type
+    if forced not in ("reference", "cpu", "cuda"):
         raise ValueError(f"TALK_CONV_BACKEND: expected reference, cpu or cuda, got {forced!r}")
     if forced != "reference" and forced != device:
         raise ValueError(
@@ -193,78 +234,129 @@ def _kernel_dtypes(x, offset_left, offset_right):
     return x, offset_left.to(dtype), None if offset_right is None else offset_right.to(dtype)
 
 
-@torch.library.custom_op("talk_conv::forward", mutates_args=())
-def _forward(
-    x: torch.Tensor,
-    offset_left: torch.Tensor,
-    offset_right: torch.Tensor | None,
-    max_left: int,
-    max_right: int,
-) -> torch.Tensor:
-    if x.numel() == 0:
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return _BACKENDS[x.device.type].forward(
-        *_contiguous(x, offset_left, offset_right), max_left, max_right
-    )
+# ----------------------------------------------------------------------------------- registration
+
+_LIBRARY = torch.library.Library("talk_conv", "DEF")
 
 
-@_forward.register_fake
-def _(x, offset_left, offset_right, max_left, max_right):
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _register(schema, kernel, fake, setup_context=None, backward=None):
+    """An operator of PyTorch, at half the time a call that `torch.library.custom_op` takes.
+
+    Args:
+        schema: its name, arguments and results.
+        kernel: computes it on a CPU and on CUDA.
+        fake: its results with no values in them.
+        setup_context, backward: as in :class:`torch.autograd.Function`; without them it has no
+            derivatives, and a backward pass that needs them fails.
+
+    Returns:
+        The operator.
+    """
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    name = schema.partition("(")[0]
+    op = getattr(torch.ops.talk_conv, name).default
+    for device in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, kernel, device)
+    torch.library.register_fake(f"talk_conv::{name}", fake, lib=_LIBRARY)
+    redispatch, below = op.redispatch, torch._C._after_autograd_keyset
+
+    class Gradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, keyset, *inputs):
+            output = redispatch(keyset & below, *inputs)
+            if setup_context is not None:
+                setup_context(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            if backward is None:
+                raise RuntimeError(
+                    f"talk_conv::{name}: expected no derivative of it to be needed; "
+                    "talk_conv_reference has second derivatives"
+                )
+            return None, *backward(ctx, *gradients)
+
+    def autograd(keyset, *inputs):
+        if torch.is_grad_enabled():
+            for value in inputs:
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    return Gradient.apply(keyset, *inputs)
+        return redispatch(keyset & below, *inputs)
+
+    _LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
+    return op
 
 
-@torch.library.custom_op("talk_conv::backward", mutates_args=())
-def _backward(
-    dout: torch.Tensor,
-    x: torch.Tensor,
-    offset_left: torch.Tensor,
-    offset_right: torch.Tensor | None,
-    max_left: int,
-    max_right: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dx, d_offset_left and d_offset_right, which is of size 0 in the causal form."""
-    if x.numel() == 0:
-        dx, d_left, d_right = map(_empty_like, (x, offset_left, offset_right))
-        d_left.zero_()
-        d_right = None if offset_right is None else d_right.zero_()
-    else:
-        dx, d_left, d_right = _BACKENDS[x.device.type].backward(
-            *_contiguous(dout, x, offset_left, offset_right), max_left, max_right
-        )
-    return dx, d_left, x.new_empty(0) if d_right is None else d_right
-
-
-@_backward.register_fake
-def _(dout, x, offset_left, offset_right, max_left, max_right):
-    d_right = x.new_empty(0) if offset_right is None else _empty_like(offset_right)
-    return _empty_like(x), _empty_like(offset_left), d_right
+def _backend_of(x):
+    return cuda_backend if x.is_cuda else cpu_backend
 
 
 def _empty_like(tensor):
     """Contiguous, whatever the strides of `tensor`, as the backends return it."""
-    return (
-        None if tensor is None else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _fake_forward(x, offset_left, offset_right, max_left, max_right):
+    return _empty_like(x)
+
+
+def _run_forward(x, offset_left, offset_right, max_left, max_right):
+    if x.numel() == 0:
+        return _empty_like(x)
+    if offset_right is not None:
+        offset_right = offset_right.contiguous()
+    return _backend_of(x).forward(
+        x.contiguous(), offset_left.contiguous(), offset_right, max_left, max_right
     )
 
 
-def _contiguous(*tensors):
-    return (None if tensor is None else tensor.contiguous() for tensor in tensors)
+def _fake_backward(dout, x, offset_left, offset_right, max_left, max_right):
+    """dx, d_offset_left and d_offset_right, which is of size 0 in the causal form."""
+    d_right = x.new_empty(0) if offset_right is None else _empty_like(offset_right)
+    return _empty_like(x), _empty_like(offset_left), d_right
 
 
-def _setup_context(ctx, inputs, output):
+def _run_backward(dout, x, offset_left, offset_right, max_left, max_right):
+    if x.numel() == 0:
+        dx, *d_offsets = _fake_backward(dout, x, offset_left, offset_right, max_left, max_right)
+        return dx, *(offset.zero_() for offset in d_offsets)
+    if offset_right is not None:
+        offset_right = offset_right.contiguous()
+    dx, d_left, d_right = _backend_of(x).backward(
+        dout.contiguous(), x.contiguous(), offset_left.contiguous(), offset_right, max_left,
+        max_right,
+    )  # fmt: skip
+    return dx, d_left, x.new_empty(0) if d_right is None else d_right
+
+
+_backward = _register(
+    "backward(Tensor dout, Tensor x, Tensor offset_left, Tensor? offset_right, SymInt max_left, "
+    "SymInt max_right) -> (Tensor, Tensor, Tensor)",
+    _run_backward,
+    _fake_backward,
+)
+
+
+def _save(ctx, inputs, output):
     x, offset_left, offset_right, ctx.max_left, ctx.max_right = inputs
     ctx.save_for_backward(x, offset_left, offset_right)
 
 
-def _autograd(ctx, dout):
+def _gradients(ctx, dout):
     x, offset_left, offset_right = ctx.saved_tensors
-    dx, d_left, d_right = torch.ops.talk_conv.backward(
-        dout, x, offset_left, offset_right, ctx.max_left, ctx.max_right
-    )
+    dx, d_left, d_right = _backward(dout, x, offset_left, offset_right, ctx.max_left, ctx.max_right)
     return dx, d_left, None if offset_right is None else d_right, None, None
 
 
-_forward.register_autograd(_autograd, setup_context=_setup_context)
+_forward = _register(
+    "forward(Tensor x, Tensor offset_left, Tensor? offset_right, SymInt max_left, "
+    "SymInt max_right) -> Tensor",
+    _run_forward,
+    _fake_forward,
+    _save,
+    _gradients,
+)
 
 
 def short_conv(x, weight, left):
@@ -298,7 +390,7 @@ def short_conv(x, weight, left):
         raise ValueError(f"left: expected 0 to {K - 1}, got {left}")
     dtype = torch.promote_types(x.dtype, weight.dtype)
     if _backend(x) != "reference":
-        return torch.ops.talk_conv.short_forward(x.to(dtype), weight.to(dtype), left)
+        return _short_forward(x.to(dtype), weight.to(dtype), left)
     if dtype.itemsize == 2:
         weight = weight.float()
     beyond = x.new_zeros(K - 1, *x.shape[1:])
@@ -306,39 +398,48 @@ def short_conv(x, weight, left):
     return sum(weight[k] * padded[k : k + len(x)] for k in range(K)).to(dtype)
 
 
-@torch.library.custom_op("talk_conv::short_forward", mutates_args=())
-def _short_forward(x: torch.Tensor, weight: torch.Tensor, left: int) -> torch.Tensor:
+def _run_short_forward(x, weight, left):
     if x.numel() == 0:
         return _empty_like(x)
-    return _BACKENDS[x.device.type].short_forward(*_contiguous(x, weight), left)
+    return _backend_of(x).short_forward(x.contiguous(), weight.contiguous(), left)
 
 
-@_short_forward.register_fake
-def _(x, weight, left):
+def _fake_short_forward(x, weight, left):
     return _empty_like(x)
 
 
-@torch.library.custom_op("talk_conv::short_backward", mutates_args=())
-def _short_backward(
-    dout: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, left: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_short_backward(dout, x, weight, left):
     if x.numel() == 0:
         return _empty_like(x), _empty_like(weight).zero_()
-    return _BACKENDS[x.device.type].short_backward(*_contiguous(dout, x, weight), left)
+    return _backend_of(x).short_backward(
+        dout.contiguous(), x.contiguous(), weight.contiguous(), left
+    )
 
 
-@_short_backward.register_fake
-def _(dout, x, weight, left):
+def _fake_short_backward(dout, x, weight, left):
     return _empty_like(x), _empty_like(weight)
 
 
-def _short_context(ctx, inputs, output):
+_short_backward = _register(
+    "short_backward(Tensor dout, Tensor x, Tensor weight, SymInt left) -> (Tensor, Tensor)",
+    _run_short_backward,
+    _fake_short_backward,
+)
+
+
+def _save_short(ctx, inputs, output):
     x, weight, ctx.left = inputs
     ctx.save_for_backward(x, weight)
 
 
-def _short_autograd(ctx, dout):
-    return *torch.ops.talk_conv.short_backward(dout, *ctx.saved_tensors, ctx.left), None
+def _short_gradients(ctx, dout):
+    return *_short_backward(dout, *ctx.saved_tensors, ctx.left), None
 
 
-_short_forward.register_autograd(_short_autograd, setup_context=_short_context)
+_short_forward = _register(
+    "short_forward(Tensor x, Tensor weight, SymInt left) -> Tensor",
+    _run_short_forward,
+    _fake_short_forward,
+    _save_short,
+    _short_gradients,
+)

@@ -64,46 +64,45 @@ def test_shared_memory_is_asked_for_once(monkeypatch):
     limit, done = 227 * 1024, []
 
     class Kernel:
+        kernel = SimpleNamespace(ptr=1)
+
         def __setattr__(self, name, value):
             done.append((name, value))
 
-        def __call__(self, blocks, threads, arguments, shared_mem):
-            done.append(("launch", shared_mem))
+    def launch(function, x, y, z, threads, threads_y, threads_z, shared, stream, parameters, extra):
+        done.append((function, (x, y, z), threads, threads_y, threads_z, shared, stream, extra))
 
-    kernel = Kernel()
     module = SimpleNamespace(get_function=lambda name: kernel)
-    devices = SimpleNamespace(Device=lambda index: contextlib.nullcontext())
+    kernel, current = Kernel(), iter((70, 71, 72))
+    device = contextlib.nullcontext()
+    device.attributes = {"MaxSharedMemoryPerBlockOptin": limit}
+    cuda = SimpleNamespace(Device=lambda index: device, driver=SimpleNamespace(launchKernel=launch))
     monkeypatch.setattr(cuda_backend, "_MODULES", {("talk_conv.cu", "float32"): module})
-    monkeypatch.setattr(cuda_backend, "_shared_memory", lambda device: limit)
-    monkeypatch.setattr(cuda_backend, "cupy", SimpleNamespace(cuda=devices))
-    monkeypatch.setattr(cuda_backend, "_current_stream", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    cuda_backend._kernel.cache_clear()
-    try:
-        for shared in (0, 64 * 1024, limit):
-            cuda_backend._launch(
-                "talk_conv.cu", "float32", "talk_forward", (1, 1, 1), 32, shared, b"\0"
-            )
-    finally:
-        cuda_backend._kernel.cache_clear()
+    monkeypatch.setattr(cuda_backend, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(cuda_backend, "_check_cupy", lambda: None)
+    streams = lambda index: next(current)  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", streams, raising=False)
+    gpu = cuda_backend._Gpu(0)
+    for shared in (0, 64 * 1024, limit):
+        gpu.launcher("talk_conv.cu", "float32", "talk_forward", (3, 2, 1), 32, shared)(123)
     assert done == [
         ("max_dynamic_shared_size_bytes", limit),
-        *(("launch", shared) for shared in (0, 64 * 1024, limit)),
+        (1, (3, 2, 1), 32, 1, 1, 0, 70, 0),
+        (1, (3, 2, 1), 32, 1, 1, 64 * 1024, 71, 0),
+        (1, (3, 2, 1), 32, 1, 1, limit, 72, 0),
     ]
 
 
 def test_without_cupy(monkeypatch):
     """The import is free of CuPy; the first launch names the extra."""
     monkeypatch.setattr(cuda_backend, "cupy", None)
-    cuda_backend._check_cupy.cache_clear()
     with pytest.raises(RuntimeError, match="run scripts/setup.sh cuda12"):
-        cuda_backend.forward(None, None, None, 1, 1)
+        cuda_backend.forward(torch.zeros(1, 1, 1), None, None, 1, 1)
 
 
 def test_cupy_of_another_cuda(monkeypatch):
     cupy = pytest.importorskip("cupy")
     other = 11 if cupy.cuda.runtime.runtimeGetVersion() >= 12000 else 12
     monkeypatch.setattr(torch.version, "cuda", f"{other}.8")
-    cuda_backend._check_cupy.cache_clear()
     with pytest.raises(RuntimeError, match=rf"PyTorch is built for CUDA {other}.8 and CuPy for"):
-        cuda_backend.backward(None, None, None, None, 1, 1)
+        cuda_backend.backward(torch.zeros(1, 1, 1), None, None, None, 1, 1)

@@ -56,34 +56,38 @@ class Host:
     def __init__(self, seed=0, shared_memory=SHARED_MEMORY):
         self.seed, self.shared_memory, self.launched = seed, shared_memory, []
 
-    def launch(self, file, dtype, name, blocks, threads, shared, problem):
-        self.launched.append(name)
-        code = library(file).launch(
-            getattr(library(file), name), problem, *blocks, threads, ctypes.c_size_t(shared),
-            self.seed,
-        )  # fmt: skip
-        assert code == 0, (name, ("", "a deadlock", "past the shared memory")[code])
+    def launcher(self, file, dtype, name, blocks, threads, shared):
+        kernel = getattr(library(file), name)
+
+        def launch(parameters):
+            self.launched.append(name)
+            problem = ctypes.c_void_p.from_address(parameters)
+            sizes = *blocks, threads, ctypes.c_size_t(shared)
+            code = library(file).launch(kernel, problem, *sizes, self.seed)
+            assert code == 0, (name, ("", "a deadlock", "past the shared memory")[code])
+
+        return launch
 
     def forward(self, *arguments):
-        return cuda_backend.forward_with(self.launch, self.shared_memory, *arguments)
+        return cuda_backend.forward_with(self, *arguments)
 
     def backward(self, *arguments):
-        return cuda_backend.backward_with(self.launch, self.shared_memory, *arguments)
+        return cuda_backend.backward_with(self, *arguments)
 
     def update(self, *arguments):
-        return cuda_backend.update_with(self.launch, *arguments)
+        return cuda_backend.update_with(self, *arguments)
 
     def short_conv(self, x, weight, dout, left):
-        out = cuda_backend.short_forward_with(self.launch, x, weight, left)
-        return out, *cuda_backend.short_backward_with(self.launch, dout, x, weight, left)
+        out = cuda_backend.short_forward_with(self, x, weight, left)
+        return out, *cuda_backend.short_backward_with(self, dout, x, weight, left)
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    """Fresh tensors hold NaN, and fresh integers -1."""
+    """Fresh tensors hold NaN; so does workspace, whose bytes of 255 are -1 as integers."""
 
-    def empty(size, dtype, device):
-        return torch.full((size,), -1 if dtype == torch.int32 else math.nan, dtype=dtype)
+    def empty(size, device):
+        return torch.full((size,), 255, dtype=torch.uint8)
 
     def empty_like(tensor):
         return torch.full_like(tensor, math.nan)

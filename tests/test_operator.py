@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -280,6 +281,68 @@ def test_compile_fullgraph():
     assert all(torch.allclose(a, b) for a, b in zip(got, expected))
 
 
+@pytest.mark.parametrize("max_right", [0, 3])
+def test_compile_with_sizes_that_change(max_right):
+    def step(x, left, right, max_left, max_right):
+        return talk_conv(x.sin(), left, right, max_left, max_right).cos()
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for T, max_left in ((12, 4), (15, 6), (9, 5)):
+        x, left, right, *window = arguments(T, 2, 8, 2, max_left, max_right)
+        inputs = [t.requires_grad_() for t in (x, left, right) if t is not None]
+        results = []
+        for function in (step, compiled):
+            out = function(x, left, right, *window)
+            results.append((out, *torch.autograd.grad(out.sum(), inputs)))
+        assert all(torch.allclose(a, b) for a, b in zip(*results))
+
+
+def test_compile_in_autocast():
+    linear = torch.nn.Linear(8, 8)
+    _, left, right, *window = arguments(12, 2, 8, 2, 4, 3)
+
+    def step(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return talk_conv(linear(x), left, right, *window)
+
+    x = torch.randn(12, 2, 8)
+    out = torch.compile(step, fullgraph=True, backend="aot_eager")(x)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, step(x))
+    out.float().sum().backward()
+    assert linear.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("max_right", [0, 3])
+def test_fake_tensors(max_right):
+    x, left, right, *window = arguments(12, 2, 8, 2, 4, max_right, torch.bfloat16, torch.float32)
+    strided = x.transpose(0, 1).contiguous().transpose(0, 1)
+    with torch._subclasses.FakeTensorMode() as mode:
+        inputs = [t if t is None else mode.from_tensor(t) for t in (strided, left, right)]
+        inputs = [t if t is None else t.requires_grad_() for t in inputs]
+        out = talk_conv(*inputs, *window)
+        assert out.dtype == x.dtype and out.shape == x.shape and out.is_contiguous()
+        out.float().sum().backward()
+    assert all(t is None or t.grad.shape == t.shape for t in inputs)
+
+
+def test_a_backend_that_has_no_second_derivatives_says_so(on, backend):
+    if backend == "reference":
+        pytest.skip("which has them")
+    x, left, right, *window = on(*arguments(6, 1, 4, 2, 3, 2))
+    x.requires_grad_()
+    dout = torch.ones_like(x).requires_grad_()
+    (dx,) = torch.autograd.grad(talk_conv(x, left, right, *window), x, dout, create_graph=True)
+    with pytest.raises(RuntimeError, match="talk_conv_reference has second derivatives"):
+        dx.sum().backward()
+
+
+def test_vmap():
+    x, left, right, *window = arguments(12, 2, 8, 2, 4, 3)
+    many = torch.stack([x, 2 * x])
+    out = torch.vmap(lambda x: talk_conv(x, left, right, *window))(many)
+    assert all(torch.equal(o, talk_conv(x, left, right, *window)) for o, x in zip(out, many))
+
+
 def test_autograd_keeps_x_and_the_offsets_only():
     x, left, right, *window = arguments(12, 2, 8, 2, 4, 3)
     inputs = [t.requires_grad_() for t in (x, left, right)]
@@ -343,11 +406,21 @@ X, OFFSET = torch.zeros(5, 2, 6), torch.zeros(5, 2, 3)
         ((X, OFFSET, OFFSET, -1, 1), ValueError, "max_left: expected a window of 0.*got -1"),
         ((X, OFFSET, OFFSET, 2**31, 1), ValueError, "max_left: expected a window of 0 to 2"),
         ((X, OFFSET, OFFSET, 1, 2.0), TypeError, "max_right: expected an int, got float 2.0"),
+        ((X, OFFSET, OFFSET, True, 1), TypeError, "max_left: expected an int, got bool True"),
+        ((X, OFFSET, [1.0], 1, 1), TypeError, "offset_right: expected a tensor, got list"),
+        ((X, OFFSET, OFFSET.int(), 1, 1), TypeError, "offset_right: expected float64.*torch.int32"),
+        ((X, OFFSET[:, :1], None, 1, 0), ValueError, r"offset_left: expected shape \(5, 2, H\)"),
     ],
 )
 def test_bad_arguments(args, error, message):
     with pytest.raises(error, match=message):
         talk_conv(*args)
+
+
+def test_sizes_of_numpy():
+    expected = talk_conv(X + 1, OFFSET + 0.3, OFFSET, 2, 1)
+    got = talk_conv(X + 1, OFFSET + 0.3, OFFSET, np.int64(2), np.int32(1))
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize(
