@@ -2,8 +2,6 @@
 
 import contextlib
 import ctypes
-import importlib.util
-import pathlib
 import re
 import shutil
 import subprocess
@@ -11,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from machine_code import compile_kernels, nvrtc
 
 from talk_fairseq import cuda_backend
-from talk_fairseq.kernel_source import compile_options, source, source_path
+from talk_fairseq.kernel_source import source_path
 
 ARCHITECTURES = (75, 80, 90, 100)
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -37,24 +36,6 @@ def test_nvcc(file, architecture, tmp_path):
     assert not spilled, f"register spills on sm_{architecture}: {spilled}"
 
 
-def nvrtc():
-    """NVRTC from its wheel or from the system, or None."""
-    names = []
-    for package in ("nvidia.cuda_nvrtc", "nvidia.cu13"):
-        try:
-            spec = importlib.util.find_spec(package)
-        except ModuleNotFoundError:
-            continue
-        for folder in spec.submodule_search_locations if spec else ():
-            names += sorted(map(str, pathlib.Path(folder).glob("lib/libnvrtc.so.*")))
-    for name in [*names, "libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"]:
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    return None
-
-
 def supported_architectures(library):
     """The architectures that NVRTC compiles for, such as 75."""
     number = ctypes.c_int()
@@ -74,21 +55,8 @@ def test_nvrtc(file, dtype):
     architecture = ARCHITECTURES[DTYPES.index(dtype)]
     if architecture not in supported_architectures(library):  # of the NVRTC of torch for CUDA 12.4
         pytest.skip(f"this NVRTC does not know sm_{architecture}: it is older than 12.8")
-    options = [option.encode() for option in compile_options(dtype)]
-    options += [b"-arch=sm_%d" % architecture, b"-ftz=true"]  # which CuPy always adds
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    assert not library.nvrtcCreateProgram(
-        ctypes.byref(program), source(file).encode(), file.encode(), 0, None, None
-    )
-    failed = library.nvrtcCompileProgram(
-        program, len(options), (ctypes.c_char_p * len(options))(*options)
-    )
-    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    library.nvrtcGetProgramLog(program, log)
-    assert not failed, log.value.decode()
-    assert not library.nvrtcGetCUBINSize(program, ctypes.byref(size)) and size.value > 0
-    library.nvrtcDestroyProgram(ctypes.byref(program))
+    cubin, _ = compile_kernels(library, file, dtype, architecture)
+    assert cubin
 
 
 def test_shared_memory_is_asked_for_once(monkeypatch):
