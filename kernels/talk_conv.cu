@@ -256,7 +256,11 @@ template <typename V, int N, int lanes> struct SharedPrefix {
     __device__ Pack<V, N> at(int place) const {
         Pack<V, N> whole;
 #pragma unroll
-        for (int n = 0; n < N; ++n) whole.v[n] = first[place + n / PART * lanes].v[n % PART];
+        for (int part = 0; part < PARTS; ++part) {
+            const Pack<V, PART> piece = first[place + part * lanes];
+#pragma unroll
+            for (int n = 0; n < PART; ++n) whole.v[part * PART + n] = piece.v[n];
+        }
         return whole;
     }
     __device__ Pack<V, N> operator[](int row) const { return at(place(row)); }

@@ -24,7 +24,6 @@ from machine_code import (
 )
 
 from talk_fairseq.cuda_plan import NAMES, plan_backward, plan_forward
-from talk_fairseq.kernel_source import constants
 
 
 class Bound(NamedTuple):
@@ -43,6 +42,14 @@ BOUNDS = {
     "talk_backward_float32_wide": Bound(132.7, 72, 102_816),
     "talk_backward_float16_wide": Bound(140.9, 72, 64_160),
     "talk_backward_bfloat16_wide": Bound(151.9, 72, 64_160, spills=28),
+}
+LANES = {  # threads across the channels of a row
+    "talk_forward_float32_wide": 8,
+    "talk_forward_float16_wide": 8,
+    "talk_forward_bfloat16_wide": 8,
+    "talk_backward_float32_wide": 16,
+    "talk_backward_float16_wide": 16,
+    "talk_backward_bfloat16_wide": 16,
 }
 NVRTC = (12, 9)  # another one makes other code, with other loops
 T, B, C, H = SIZES = 10_000, 10, 1024, 16
@@ -108,7 +115,7 @@ class Sizes:
         self.tile = plan.sizes["tile"]
         self.elements = self.tile * math.ceil(T / self.tile) * B * C / math.prod(blocks)
         self.staged = plan.sizes["before"] + self.tile + plan.sizes["after"]
-        self.lanes = plan.sizes.get("lanes") or constants("talk_conv.cu")["LANES"]
+        self.lanes = LANES[self.kernel]
         self.segments, self.warps = self.threads // self.lanes, self.threads // 32
         self.segments_together = 1 if one_thread else 32 // self.lanes
 
@@ -212,11 +219,11 @@ def test_loops_turn(rows, expected):
 @pytest.mark.parametrize(
     ("short", "long", "rare", "expected"),
     [
-        ("LDS", "FADD", "-", 8),  # the longer way
-        ("LDG", "LDG", "-", 7),  # both load: the longer is for an edge
-        ("LDG", "FADD", "-", 8),
+        ("LDS", "FADD", "", 8),  # the longer way
+        ("LDG", "LDG", "", 7),  # both load: the longer is for an edge
+        ("LDG", "FADD", "", 8),
         ("FADD", "LDG", "LDG", 7),
-        ("FADD", "CALL", "-", 7),
+        ("FADD", "CALL", "", 7),
         ("LDS", "FADD", "STG", None),  # there is no other way
     ],
 )
@@ -250,8 +257,24 @@ def test_loops_that_the_table_does_not_know(rows):
 
 
 def test_kinds():
-    opcodes = ["HADD2.F32", "HADD2", "IMAD.MOV.U32", "MOV", "LDG.E.128", "F2FP.BF16.F32.PACK_AB"]
-    kinds = ["conversion", "float32", "integer", "other", "global loads", "conversion"]
+    opcodes = [
+        "HADD2.F32",
+        "HADD2",
+        "IMAD.MOV.U32",
+        "MOV",
+        "LDG.E.128",
+        "LD.E",
+        "F2FP.BF16.F32.PACK_AB",
+    ]
+    kinds = [
+        "conversion",
+        "float32",
+        "integer",
+        "other",
+        "global loads",
+        "generic memory",
+        "conversion",
+    ]
     assert list(map(kind_of, opcodes)) == kinds
 
 
