@@ -381,14 +381,14 @@ template <typename F, int N, int lanes> struct Table {
         const Pack<F, N> p0 = local.at(w.lo), p1 = local.at(w.lo + Prefix::place(1));
         const Pack<F, N> q0 = local.at(w.hi), q1 = local.at(w.next);
         Pack<F, N> sum = sums.at(w.units);
-        const F whole_left = 1 - w.left;
+        const F minus_left = -w.left, left_minus_1 = w.left - 1;
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             // In this order rows of zeros, which may be padding, change no bit.
             sum.v[n] += q0.v[n];
             sum.v[n] += w.right * (q1.v[n] - q0.v[n]);
-            sum.v[n] -= whole_left * p1.v[n];
-            sum.v[n] -= w.left * p0.v[n];
+            sum.v[n] += left_minus_1 * p1.v[n];
+            sum.v[n] += minus_left * p0.v[n];
         }
         return sum;
     }
