@@ -476,6 +476,8 @@ template <typename X, int N, int lanes, typename Units> __device__ void forward(
     const Prefix local = Prefix::take(shared, p.units * (UNIT + 1));
     const Units units = Units::take(shared, p.units, p.spans);
     auto* windows = shared.take<typename Units::Window>(p.tile);
+    int* any_far = shared.take<int>(1);
+    if (threadIdx.x == 0) *any_far = 0;
 
     const F weight = weight_of_rows<X>(p);
     bool far = false;
@@ -499,7 +501,8 @@ template <typename X, int N, int lanes, typename Units> __device__ void forward(
     }
     __syncthreads();
     units.fill(local, p.units, segment, segments);
-    const int any_far = __syncthreads_or(far);
+    if (far) *any_far = 1;
+    __syncthreads();
 
     if (c >= p.R) return;
     const F scale = scale_of_weighted<X>(p);
@@ -507,7 +510,7 @@ template <typename X, int N, int lanes, typename Units> __device__ void forward(
 #pragma unroll 1
     for (int i = segment; i < tile; i += segments, out += segments * stride)
         store(out, units.sum(local, windows[i]), scale);
-    if (!any_far) return;
+    if (*any_far == 0) return;
     out = static_cast<X*>(p.out) + at + t0 * stride;
 #pragma unroll 1
     for (int i = segment; i < tile; i += segments)

@@ -59,11 +59,11 @@ def plan_forward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right)
     def table_bytes(rows, tile):
         units = rows // _UNIT
         row = _LANES * pack
-        return _bytes((rows + units) * row, units * spans * row, tile * span)
+        return _bytes((rows + units) * row, units * spans * row, tile * span, 4)
 
     def long_bytes(rows, tile):
         units, lanes = rows // _UNIT, _LONG_LANES
-        return _bytes((rows + units) * lanes * pack, units * lanes * width * 8, tile * span)
+        return _bytes((rows + units) * lanes * pack, units * lanes * width * 8, tile * span, 4)
 
     def one_kernel(kind, lanes, staged, tile, needed):
         granule = 32 // lanes * _ROWS  # rows of a warp

@@ -49,7 +49,6 @@ struct Fiber {
     State state = READY;
     bool started = false;
     int shuffles = 0;
-    int vote = 0;
     double slot[2];  // what a shuffle shows to the warp; two, as one thread may be one ahead
 };
 
@@ -142,14 +141,6 @@ template <typename V> V shuffle(V value, unsigned int source) {
 // ------------------------------------------------------------------------------- CUDA's functions
 
 inline void __syncthreads() { host::wait(host::AT_BARRIER); }
-inline int __syncthreads_or(int value) {
-    host::current->vote = value;
-    __syncthreads();
-    int any = 0;
-    for (unsigned int i = 0; i < blockDim.x; ++i) any |= host::fibers[i]->vote;
-    __syncthreads();  // a vote to come must not be seen by who still counts
-    return any;
-}
 
 template <typename V> V __shfl_up_sync(unsigned int, V value, unsigned int delta) {
     const unsigned int thread = threadIdx.x % 32;
