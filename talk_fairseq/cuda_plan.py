@@ -20,7 +20,7 @@ NAMES = {
 
 _CONSTANTS = constants("talk_conv.cu")
 _LANES, _ROWS = _CONSTANTS["LANES"], _CONSTANTS["ROWS"]
-_BACKWARD_THREADS = _CONSTANTS["BACKWARD_THREADS"]
+_BACKWARD_THREADS, _REACH = _CONSTANTS["BACKWARD_THREADS"], _CONSTANTS["REACH"]
 
 # Channels that a thread of a `wide` kernel moves at a time.
 _FORWARD_WIDTH = {"float64": 2, "float32": 2, "float16": 4, "bfloat16": 4}
@@ -86,72 +86,69 @@ def plan_forward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right)
 def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right):
     """The backward pass, for blocks with up to `shared_memory` bytes."""
     name, R, heads = NAMES[dtype], C // H, B * H
-    kernel, width = _kernel(_BACKWARD_WIDTH, name, R, aligned)
     number = 8 if dtype == torch.float64 else 4  # bytes of what is computed in
-    lanes = min(32, 1 << (_ceil(R, width) - 1).bit_length())
-    # Bytes of a staged row (dout, its window, two ends and four slots) and of a row of the tile.
-    staged_row = lanes * width * dtype.itemsize + (8 + 2 * number) + 2 * 2 * number + 16
-    tile_row = 2 * number + 2 * 4
+    kernel, width, lanes, rows = _backward_kernel(dtype, R, aligned)
+    pack = lanes * width
 
-    def shared_bytes(tile, staged, threads):
-        warps = threads // 32 * lanes * width * 8
-        return staged * staged_row + tile * tile_row + warps + 256  # 256: of the sort, and rounding
+    def threads(tile):
+        return _whole_warps(_ceil(tile, rows) * lanes)
 
-    def fits(tile, staged, memory):
-        return shared_bytes(tile, staged, _BACKWARD_THREADS) <= memory
+    def shared_bytes(tile, staged):
+        segments = threads(tile) // lanes
+        pieces = [segments * pack * number] * 2 + [8 * tile]
+        if staged:
+            end = 16 if number == 4 else 24
+            pieces += [4 * (segments * rows + 1), 4 * 32, 4, (8 + 2 * number) * _REACH]
+            pieces += [staged * pack * dtype.itemsize, 2 * end * staged, 8 * staged, 4 * staged]
+        return _bytes(*pieces)
 
     # One kernel, as long as a tile and its halo fit: twice on a multiprocessor if possible, where
-    # each block takes 1 KiB besides.
-    twice = shared_memory // 2 - 1024
+    # each block takes 1 KiB besides. The tiles follow from the windows alone, so that a sentence's
+    # bits do not depend on the padding behind it.
     before, after = _halo(max_right), _halo(max_left)
-    most = min(_TILE, _BACKWARD_THREADS // lanes * _ROWS)
-    tiles = range(most, 63, -16)
+    most = min(_TILE, _BACKWARD_THREADS // lanes * rows)
     tile = next(
         (
             tile
-            for memory in (twice, shared_memory)
-            for tile in tiles
-            if before + after <= 2 * tile and fits(tile, before + tile + after, memory)
+            for memory in (shared_memory // 2 - 1024, shared_memory)
+            for tile in range(most, 63, -16)
+            if before + after <= 2 * tile
+            and shared_bytes(tile, before + tile + after) <= memory
         ),
         0,
     )
-    if tile == 0 and T <= most and fits(T, T, shared_memory):
-        tile, before, after = T, 0, 0  # or if the whole sequence fits
     if tile:
-        tile = min(tile, T)
-        sizes = {"before": before, "after": after, "tile": tile, "lanes": lanes}
-        threads = _whole_warps(_ceil(tile, _ROWS) * lanes)
-        shared = shared_bytes(tile, min(before + tile + after, T), threads)
-        launch = (f"talk_backward_{kernel}", (heads, 1, _ceil(T, tile)), threads, shared)
-        if tile == T:
+        sizes = {"before": before, "after": after, "tile": tile}
+        shared = shared_bytes(tile, min(before + tile + after, T))
+        blocks = (heads, 1, _ceil(T, tile))
+        launch = (f"talk_backward_{kernel}", blocks, threads(tile), shared)
+        if tile >= T:
             return Plan(sizes, {}, (launch,))
-        workspace = {"reach": (2 * heads * _ceil(T, tile), torch.int32)}
-        reach = (f"talk_reach_{name}", (_ceil(heads * T, 128), 1, 1), 128, 0)
-        return Plan(sizes, workspace, (reach, launch))
+        units = _ceil(T, _REACH) * heads
+        reach = (f"talk_reach_{name}", (_ceil(units, 128), 1, 1), 128, 0)
+        return Plan(sizes, {"reach": (2 * units, torch.int32)}, (reach, launch))
 
-    tile = min(_TILE, _BACKWARD_THREADS // lanes * _ROWS)
-    chunks = _ceil(T, tile)
-    threads = _whole_warps(_ceil(tile, _ROWS) * lanes)
-    warps = threads // 32 * lanes * width * 8
-    shared = _bytes(warps, tile * (8 + 2 * number), tile * 2 * number)
+    chunks = _ceil(T, most)
+    buckets = chunks * most + 1
     workspace = {
         "totals": (chunks * B * C, torch.float64),
         "clipped": (chunks * B * C, torch.float64),
-        "starts": (heads * (2 * T + 2), torch.int32),
+        "starts": (heads * buckets, torch.int32),
         "slots": (heads * 4 * T, torch.int32),
-        "entries": (heads * 2 * T * number // 4, torch.float64),
+        "entries": (heads * 2 * T * (2 if number == 4 else 3), torch.float64),
     }
-    ends = (_ceil(heads * 2 * T, 128), 1, 1)
+    ends = (_ceil(heads * T, 128), 1, 1)
+    chunk = ((heads, 1, chunks), threads(most), shared_bytes(most, 0))
     launches = (
         (f"talk_count_ends_{name}", ends, 128, 0),
-        (f"talk_start_ends_{name}", (heads, 1, 1), 512, _bytes(512 // 32 * 4)),
+        (f"talk_start_ends_{name}", (heads, 1, 1), 512, 4 * 32),
         (f"talk_place_ends_{name}", ends, 128, 0),
         (f"talk_rank_ends_{name}", ends, 128, 0),
-        (f"talk_changes_{kernel}", (heads, 1, chunks), threads, _bytes(warps)),
+        (f"talk_backward_totals_{kernel}", *chunk),
         (f"talk_scan_chunks_{name}", (_ceil(B * C, 128), 1, 1), 128, 0),
-        (f"talk_backward_walk_{kernel}", (heads, 1, chunks), threads, shared),
+        (f"talk_backward_walk_{kernel}", *chunk),
     )
-    return Plan({"tile": tile, "lanes": lanes}, workspace, launches)
+    return Plan({"tile": most, "buckets": buckets}, workspace, launches)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -189,6 +186,16 @@ def _kernel(widths, dtype, channels, aligned):
     """The end of a kernel's name, and N: several channels at a time where they come in packs."""
     wide = aligned and channels % widths[dtype] == 0
     return (f"{dtype}_wide", widths[dtype]) if wide else (f"{dtype}_narrow", 1)
+
+
+def _backward_kernel(dtype, R, aligned):
+    """The end of a kernel's name, channels of a thread, threads across a row, and its rows."""
+    name, width = NAMES[dtype], 16 // dtype.itemsize
+    if not aligned or R % width:
+        return f"{name}_narrow", 1, 32, 8
+    if R <= 4 * width:
+        return f"{name}_slim", width, 4, 4
+    return f"{name}_wide", width, 64 // width, min(8, 32 // width)
 
 
 def _halo(size):
