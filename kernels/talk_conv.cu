@@ -90,6 +90,7 @@ struct Problem {
     int max_left, max_right;
     int before, after;         // rows of halo on either side of a tile
     int tile;                  // rows of a tile, chunk or run
+    int staged;                // rows of a tile with its halo, a multiple of 4; backward
     int buckets;               // rows of whole chunks, and 1; large windows, backward
     int float32_offsets;       // beside a half x
     int ring, columns, steps;  // decoding: `sums` is (ring, columns, C), after so many time steps
@@ -448,7 +449,6 @@ template <typename X, int N> __device__ void forward_gather(const Problem& p) {
 
 // ------------------------------------------------------------------------------------- backward
 
-constexpr int BACKWARD_THREADS = 448;
 constexpr int REACH = 32;  // time steps that share an entry of `reach`
 
 // One end of a window, at the row it cuts or could cut (lo - 1 or hi + 1): what dout[t] adds to dx
@@ -479,7 +479,7 @@ template <typename F> __device__ inline Cuts cuts_of(const Window<F>& w) {
     return Cuts{{cut(w.left, w.lo - 1), cut(w.right, w.hi + 1)}};
 }
 
-// The sum over the threads of the block before this one, and over all of them.
+// The sum over the threads of the block before this one, and over all of them: 512 at most.
 __device__ inline int sum_before(int value, int* warps, int& total) {
     const int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
     int inclusive = value;
@@ -490,10 +490,10 @@ __device__ inline int sum_before(int value, int* warps, int& total) {
     }
     if (thread == 31) warps[warp] = inclusive;
     __syncthreads();
-    total = thread < blockDim.x / 32 ? warps[thread] : 0;
-    int before = thread < warp ? total : 0;
+    total = thread % 16 < blockDim.x / 32 ? warps[thread % 16] : 0;
+    int before = thread % 16 < warp ? total : 0;
 #pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
+    for (int step = 8; step > 0; step /= 2) {
         total += __shfl_xor_sync(0xffffffffu, total, step);
         before += __shfl_xor_sync(0xffffffffu, before, step);
     }
@@ -516,15 +516,14 @@ template <typename F> struct Tile {
 // of a row. A thread holds up to ITEMS windows. Returns the number of open windows.
 template <int ITEMS, typename X, typename F>
 __device__ int sort_ends(const Problem& p, int head, const Tile<F>& tile, int buckets) {
-    int row[2 * ITEMS], slot[2 * ITEMS];
-    End<F> ends[2 * ITEMS];
-    bool open[ITEMS];
+    int row[2 * ITEMS], slot[2 * ITEMS] = {}, open[ITEMS] = {};
+    End<F> ends[2 * ITEMS] = {};
     for (int i = threadIdx.x; i < buckets; i += blockDim.x) tile.starts[i] = 0;
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < ITEMS; ++k) {
         const int i = threadIdx.x + k * blockDim.x, own = tile.first + i - tile.t0;
-        open[k] = false, row[2 * k] = row[2 * k + 1] = -1;
+        row[2 * k] = row[2 * k + 1] = -1;
         if (i >= tile.staged) continue;
         const Window<F> w = window_of<X, F>(p, tile.first + i, head);
         if (own >= 0 && own < tile.rows) tile.cuts[own] = cuts_of(w);
@@ -725,32 +724,31 @@ __device__ void add_far(const Problem& p, int head, const Tile<F>& tile, Window<
 // over chunks.
 enum class Pass { TILE, TOTALS, WALK };
 
-// Loads rows first ... first + count - 1 of dout into shared memory: several are under way together.
-template <int LANES, typename X, int N>
+// Loads `count` rows of dout into shared memory, from time step `first` on: several are under way
+// together.
+template <int LANES, int SEGMENTS, typename X, int N>
 __device__ inline void stage(Pack<X, N>* staged, const GlobalRows<X, N>& dout, int first,
                              int count) {
     constexpr int BATCH = 4;
-    const int segments = blockDim.x / LANES;
 #pragma unroll 1
-    for (int begin = threadIdx.x / LANES; begin < count; begin += BATCH * segments) {
+    for (int begin = threadIdx.x / LANES; begin < count; begin += BATCH * SEGMENTS) {
         Pack<X, N> batch[BATCH];
 #pragma unroll
         for (int k = 0; k < BATCH; ++k)
-            if (begin + k * segments < count) batch[k] = dout(first + begin + k * segments);
+            batch[k] = dout(first + min(begin + k * SEGMENTS, count - 1));
 #pragma unroll
         for (int k = 0; k < BATCH; ++k)
-            if (begin + k * segments < count) staged[(begin + k * segments) * LANES] = batch[k];
+            if (begin + k * SEGMENTS < count) staged[(begin + k * SEGMENTS) * LANES] = batch[k];
     }
 }
 
 // From how much the running sum changes over each segment to its value before each, in double, a
 // thread to a channel. It starts with the windows that are open before the tile, or with what the
 // scan over chunks found; TOTALS hands over to that scan.
-template <Pass pass, int N, int LANES, typename F>
+template <Pass pass, int N, int LANES, int SEGMENTS, typename F>
 __device__ inline void scan_segments(const Problem& p, int head, int c, Pack<F, N>* changes,
                                      const Pack<F, N>* opens) {
     constexpr int CHANNELS = LANES * N;
-    const int segments = blockDim.x / LANES;
     for (int i = threadIdx.x; i < min(CHANNELS, p.R - c); i += blockDim.x) {
         const long long at = blockIdx.z * (static_cast<long long>(p.B) * p.C)
                            + static_cast<long long>(head) * p.R + c + i;
@@ -758,11 +756,11 @@ __device__ inline void scan_segments(const Problem& p, int head, int c, Pack<F, 
         const F* open = reinterpret_cast<const F*>(opens) + i;
         double sum = 0;
 #pragma unroll 4
-        for (int s = 0; s < segments; ++s) sum += open[s * CHANNELS];
+        for (int s = 0; s < SEGMENTS; ++s) sum += open[s * CHANNELS];
         if constexpr (pass == Pass::TOTALS) p.clipped[at] = sum, sum = 0;
         if constexpr (pass == Pass::WALK) sum = p.totals[at];
 #pragma unroll 4
-        for (int s = 0; s < segments; ++s) {
+        for (int s = 0; s < SEGMENTS; ++s) {
             const F own = change[s * CHANNELS];
             change[s * CHANNELS] = static_cast<F>(sum);
             sum += own;
@@ -828,22 +826,22 @@ __device__ inline void start_ends(const Problem& p) {
     }
 }
 
-template <Pass pass, typename X, int N, int LANES, int ROWS_>
+template <Pass pass, typename X, int N, int LANES, int ROWS_, int THREADS>
 __device__ void backward(const Problem& p) {
     using F = typename Types<X>::Compute;
     constexpr int ITEMS = (3 * ROWS_ + LANES - 1) / LANES;  // at most 3 rows are staged for one
     constexpr int KEPT = 2 * ROWS_ < LANES ? 1 : 2 * ROWS_ / LANES;  // dots that a lane keeps
-    const int lane = threadIdx.x % LANES;
-    const int segment = threadIdx.x / LANES, segments = blockDim.x / LANES;
+    constexpr int SEGMENTS = THREADS / LANES;
+    const int lane = threadIdx.x % LANES, segment = threadIdx.x / LANES;
     const int head = blockIdx.x, from = segment * ROWS_;
     const unsigned int stride = p.B * p.C * static_cast<unsigned int>(sizeof(X));
     Shared shared = shared_memory();
     Tile<F> tile;
     tile.t0 = tile_start(p), tile.rows = min(p.tile, p.T - tile.t0);
 
-    Pack<F, N>* changes = shared.take<Pack<F, N>>(blockDim.x);
-    Pack<F, N>* open_sums = shared.take<Pack<F, N>>(blockDim.x);
-    tile.cuts = shared.take<Cuts>(p.tile);
+    Pack<F, N>* changes = shared.take<Pack<F, N>>(THREADS);
+    Pack<F, N>* open_sums = shared.take<Pack<F, N>>(THREADS);
+    tile.cuts = shared.take<Cuts>(SEGMENTS * ROWS_);
     Pack<X, N>* staged = nullptr;
     Window<F>* far_windows = nullptr;
     int* far = nullptr;
@@ -851,15 +849,14 @@ __device__ void backward(const Problem& p) {
     if constexpr (pass == Pass::TILE) {
         tile.first = max(tile.t0 - p.before, 0);
         tile.staged = min(tile.t0 + tile.rows + p.after, p.T) - tile.first;
-        const int capacity = min(p.before + p.tile + p.after, p.T);
-        tile.starts = shared.take<int>(segments * ROWS_ + 1);
+        tile.starts = shared.take<int>(SEGMENTS * ROWS_ + 1);
         tile.warps = shared.take<int>(32);
         far = shared.take<int>(1);
         far_windows = shared.take<Window<F>>(REACH);
-        staged = shared.take<Pack<X, N>>(capacity * LANES);
-        tile.ends = shared.take<End<F>>(2 * capacity);
-        tile.unordered = shared.take<int>(2 * capacity);
-        tile.opens = shared.take<int>(capacity);
+        staged = shared.take<Pack<X, N>>(p.staged * LANES);
+        tile.ends = shared.take<End<F>>(2 * p.staged);
+        tile.unordered = shared.take<int>(2 * p.staged);
+        tile.opens = shared.take<int>(p.staged);
         if (threadIdx.x == 0) *far = 0;
     } else {
         tile.starts = starts_of(p, head) + tile.t0;
@@ -871,42 +868,54 @@ __device__ void backward(const Problem& p) {
         }
     }
 
+    // dout of this lane's channels of the head, from channel c on.
+    const auto global = [&](int c) {
+        const long long at = static_cast<long long>(head) * p.R + (c < p.R ? c : 0);
+        return GlobalRows<X, N>{static_cast<const X*>(p.dout) + at, stride};
+    };
+    if constexpr (pass == Pass::TILE) {
+        stage<LANES, SEGMENTS>(staged + lane, global(lane * N), tile.first, tile.staged);
+        open_windows = sort_ends<ITEMS, X>(p, head, tile, SEGMENTS * ROWS_ + 1);
+        if (p.reach)
+#pragma unroll 1
+            for (int t = threadIdx.x * REACH; t < p.T; t += THREADS * REACH)
+                if (reaches(p, head, tile, t)) *far = 1;
+    }
+    __syncthreads();
+
     F dots[KEPT] = {};
+#pragma unroll 1
     for (int c = lane * N; c - lane * N < p.R; c += LANES * N) {
         const bool active = c < p.R;
         const long long at = static_cast<long long>(head) * p.R + c;
-        const GlobalRows<X, N> global{static_cast<const X*>(p.dout) + (active ? at : at - c), stride};
-        if constexpr (pass == Pass::TILE) {
-            if (active) stage<LANES>(staged + lane, global, tile.first, tile.staged);
-            if (c == lane * N) {  // once for all the channels of the head
-                open_windows = sort_ends<ITEMS, X>(p, head, tile, segments * ROWS_ + 1);
-                if (p.reach)
-                    for (int t = threadIdx.x * REACH; t < p.T; t += blockDim.x * REACH)
-                        if (reaches(p, head, tile, t)) *far = 1;
-            }
+        if (pass == Pass::TILE && c >= LANES * N) {
+            stage<LANES, SEGMENTS>(staged + lane, global(c), tile.first, tile.staged);
+            __syncthreads();
         }
-        __syncthreads();
+        const Pack<X, N>* column = staged + lane;
         const auto dout = [=](int t) {
-            if constexpr (pass == Pass::TILE) return staged[t * LANES + lane];
-            else return global(t);
+            if constexpr (pass == Pass::TILE) return column[t * LANES];
+            else return global(c)(t);
         };
         const int own = pass == Pass::TILE ? tile.t0 - tile.first : tile.t0;  // t of row 0
 
         Pack<F, N> open = {}, rows[ROWS_];
         if constexpr (pass == Pass::TILE)
-            for (int k = segment; k < open_windows; k += segments) add(open, dout(tile.opens[k]));
+#pragma unroll 1
+            for (int k = segment; k < open_windows; k += SEGMENTS) add(open, dout(tile.opens[k]));
         if constexpr (pass == Pass::TOTALS)
+#pragma unroll 1
             for (int i = from; i < min(from + ROWS_, tile.rows); ++i)
                 if (tile.cuts[i].v[0]) add(open, dout(own + i));
-        changes[threadIdx.x] = walk(rows, tile.starts + from, tile.ends, dout);
         open_sums[threadIdx.x] = open;
+        changes[threadIdx.x] = walk(rows, tile.starts + from, tile.ends, dout);
         __syncthreads();
-        scan_segments<pass, N, LANES>(p, head, c - lane * N, changes, open_sums);
+        scan_segments<pass, N, LANES, SEGMENTS>(p, head, c - lane * N, changes, open_sums);
         __syncthreads();
         if constexpr (pass == Pass::TOTALS) continue;
         Pack<F, N> base = changes[threadIdx.x];
         if constexpr (pass == Pass::TILE)
-            if (*far) add_far(p, head, tile, far_windows, global, active, from, rows, base);
+            if (*far) add_far(p, head, tile, far_windows, global(c), active, from, rows, base);
         X* dx = static_cast<X*>(p.out) + at;
 #pragma unroll
         for (int r = 0; r < ROWS_; ++r) {
@@ -1042,19 +1051,19 @@ template <typename X, int N> __device__ void update(const Problem& p) {
     TALK_KERNEL(talk_forward_sums, type, Problem, 256, 1, (forward_sums<X, forward_n>(p)))        \
     TALK_KERNEL(talk_forward_gather, type, Problem, 256, 1, (forward_gather<X, forward_n>(p)))    \
     TALK_KERNEL(talk_update, type, Problem, 128, 1, (update<X, update_n>(p)))
-#define TALK_BACKWARD(type, X, N, LANES, ROWS)                                                    \
-    TALK_KERNEL(talk_backward, type, Problem, BACKWARD_THREADS, 2,                                \
-                (backward<Pass::TILE, X, N, LANES, ROWS>(p)))                                     \
-    TALK_KERNEL(talk_backward_totals, type, Problem, BACKWARD_THREADS, 2,                         \
-                (backward<Pass::TOTALS, X, N, LANES, ROWS>(p)))                                   \
-    TALK_KERNEL(talk_backward_walk, type, Problem, BACKWARD_THREADS, 2,                           \
-                (backward<Pass::WALK, X, N, LANES, ROWS>(p)))
+#define TALK_BACKWARD(type, X, N, LANES, ROWS, THREADS, blocks)                                   \
+    TALK_KERNEL(talk_backward, type, Problem, THREADS, blocks,                                    \
+                (backward<Pass::TILE, X, N, LANES, ROWS, THREADS>(p)))                            \
+    TALK_KERNEL(talk_backward_totals, type, Problem, THREADS, blocks,                             \
+                (backward<Pass::TOTALS, X, N, LANES, ROWS, THREADS>(p)))                          \
+    TALK_KERNEL(talk_backward_walk, type, Problem, THREADS, blocks,                               \
+                (backward<Pass::WALK, X, N, LANES, ROWS, THREADS>(p)))
 #define TALK_TYPE(type, X, forward_n, update_n, N, LANES, ROWS)                                   \
     TALK_WIDTH(type##_wide, X, forward_n, update_n)                                               \
     TALK_WIDTH(type##_narrow, X, 1, 1)                                                            \
-    TALK_BACKWARD(type##_wide, X, N, LANES, ROWS)                                                 \
-    TALK_BACKWARD(type##_slim, X, N, 4, 4)                                                        \
-    TALK_BACKWARD(type##_narrow, X, 1, 32, 8)                                                     \
+    TALK_BACKWARD(type##_wide, X, N, LANES, ROWS, 448, sizeof(X) == 8 ? 1 : 2)                                            \
+    TALK_BACKWARD(type##_slim, X, N, 4, 4, 256, 2)                                                      \
+    TALK_BACKWARD(type##_narrow, X, 1, 32, 8, 448, 2)                                                  \
     TALK_KERNEL(talk_reach, type, Problem, 128, 1, (reach<X>(p)))                                 \
     TALK_KERNEL(talk_count_ends, type, Problem, 128, 1, (sort_all_ends<X, Step::COUNT>(p)))       \
     TALK_KERNEL(talk_start_ends, type, Problem, MAX_THREADS, 1, (start_ends(p)))                  \

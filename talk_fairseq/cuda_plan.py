@@ -20,7 +20,7 @@ NAMES = {
 
 _CONSTANTS = constants("talk_conv.cu")
 _LANES, _ROWS = _CONSTANTS["LANES"], _CONSTANTS["ROWS"]
-_BACKWARD_THREADS, _REACH = _CONSTANTS["BACKWARD_THREADS"], _CONSTANTS["REACH"]
+_REACH = _CONSTANTS["REACH"]
 
 # Channels that a thread of a `wide` kernel moves at a time.
 _FORWARD_WIDTH = {"float64": 2, "float32": 2, "float16": 4, "bfloat16": 4}
@@ -87,41 +87,36 @@ def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right
     """The backward pass, for blocks with up to `shared_memory` bytes."""
     name, R, heads = NAMES[dtype], C // H, B * H
     number = 8 if dtype == torch.float64 else 4  # bytes of what is computed in
-    kernel, width, lanes, rows = _backward_kernel(dtype, R, aligned)
-    pack = lanes * width
+    kernel, width, lanes, rows, threads = _backward_kernel(dtype, R, aligned)
+    most = threads // lanes * rows  # of a tile
 
-    def threads(tile):
-        return _whole_warps(_ceil(tile, rows) * lanes)
-
-    def shared_bytes(tile, staged):
-        segments = threads(tile) // lanes
-        pieces = [segments * pack * number] * 2 + [8 * tile]
+    def shared_bytes(staged):
+        pieces = [threads * width * number] * 2 + [8 * most]
         if staged:
             end = 16 if number == 4 else 24
-            pieces += [4 * (segments * rows + 1), 4 * 32, 4, (8 + 2 * number) * _REACH]
-            pieces += [staged * pack * dtype.itemsize, 2 * end * staged, 8 * staged, 4 * staged]
+            pieces += [4 * (most + 1), 4 * 32, 4, (8 + 2 * number) * _REACH]
+            row = lanes * width * dtype.itemsize
+            pieces += [staged * row, 2 * end * staged, 8 * staged, 4 * staged]
         return _bytes(*pieces)
 
     # One kernel, as long as a tile and its halo fit: twice on a multiprocessor if possible, where
     # each block takes 1 KiB besides. The tiles follow from the windows alone, so that a sentence's
     # bits do not depend on the padding behind it.
     before, after = _halo(max_right), _halo(max_left)
-    most = min(_TILE, _BACKWARD_THREADS // lanes * rows)
     tile = next(
         (
             tile
             for memory in (shared_memory // 2 - 1024, shared_memory)
             for tile in range(most, 63, -16)
-            if before + after <= 2 * tile
-            and shared_bytes(tile, before + tile + after) <= memory
+            if before + after <= 2 * tile and shared_bytes(before + tile + after) <= memory
         ),
         0,
     )
     if tile:
-        sizes = {"before": before, "after": after, "tile": tile}
-        shared = shared_bytes(tile, min(before + tile + after, T))
+        staged = _ceil(min(before + tile + after, T), 4) * 4
+        sizes = {"before": before, "after": after, "tile": tile, "staged": staged}
         blocks = (heads, 1, _ceil(T, tile))
-        launch = (f"talk_backward_{kernel}", blocks, threads(tile), shared)
+        launch = (f"talk_backward_{kernel}", blocks, threads, shared_bytes(staged))
         if tile >= T:
             return Plan(sizes, {}, (launch,))
         units = _ceil(T, _REACH) * heads
@@ -138,7 +133,7 @@ def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right
         "entries": (heads * 2 * T * (2 if number == 4 else 3), torch.float64),
     }
     ends = (_ceil(heads * T, 128), 1, 1)
-    chunk = ((heads, 1, chunks), threads(most), shared_bytes(most, 0))
+    chunk = ((heads, 1, chunks), threads, shared_bytes(0))
     launches = (
         (f"talk_count_ends_{name}", ends, 128, 0),
         (f"talk_start_ends_{name}", (heads, 1, 1), 512, 4 * 32),
@@ -189,13 +184,13 @@ def _kernel(widths, dtype, channels, aligned):
 
 
 def _backward_kernel(dtype, R, aligned):
-    """The end of a kernel's name, channels of a thread, threads across a row, and its rows."""
+    """A kernel: the end of its name, channels of a thread, lanes, rows of a thread, threads."""
     name, width = NAMES[dtype], 16 // dtype.itemsize
     if not aligned or R % width:
-        return f"{name}_narrow", 1, 32, 8
+        return f"{name}_narrow", 1, 32, 8, 448
     if R <= 4 * width:
-        return f"{name}_slim", width, 4, 4
-    return f"{name}_wide", width, 64 // width, min(8, 32 // width)
+        return f"{name}_slim", width, 4, 4, 256
+    return f"{name}_wide", width, 64 // width, min(8, 32 // width), 448
 
 
 def _halo(size):
