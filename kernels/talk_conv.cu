@@ -566,10 +566,10 @@ __device__ int sort_ends(const Problem& p, int head, const Tile<F>& tile, int bu
     return sum >> 16;
 }
 
-// Row t of a column of channels; `stride` is in bytes.
-template <typename X> __device__ inline X* row_at(X* column, unsigned int stride, int t) {
+// Row t of a column of channels; `stride` is in bytes: one instruction to an address.
+template <typename X> __device__ inline const X* row_at(const X* column, unsigned int stride, int t) {
     const unsigned long long bytes = static_cast<unsigned long long>(stride) * unsigned(t);
-    return reinterpret_cast<X*>(reinterpret_cast<unsigned long long>(column) + bytes);
+    return reinterpret_cast<const X*>(reinterpret_cast<const char*>(column) + bytes);
 }
 
 // dout[t] of a thread's channels, in global memory.
@@ -581,6 +581,32 @@ template <typename X, int N> struct GlobalRows {
     }
 };
 
+template <typename X, typename F, int N>
+__device__ inline void store(X* to, const Pack<F, N>& value) {
+    Pack<X, N> stored;
+    if constexpr (N == 1) narrow(value.v[0], stored.v[0]);
+#pragma unroll
+    for (int n = 0; n + 1 < N; n += 2) narrow_pair(value.v[n], value.v[n + 1], stored.v + n);
+    *reinterpret_cast<Pack<X, N>*>(to) = stored;
+}
+
+// In float; two bfloat16 neighbours with an instruction each.
+template <typename X, int N>
+__device__ inline Pack<typename Types<X>::Compute, N> wide(const Pack<X, N>& value) {
+    return widened<typename Types<X>::Compute>(value);
+}
+template <int N> __device__ inline Pack<float, N> wide(const Pack<bfloat16, N>& value) {
+    if constexpr (N % 2 == 1) return widened<float>(value);
+    Pack<float, N> wide;
+#pragma unroll
+    for (int n = 0; n + 1 < N; n += 2) {
+        const unsigned int both = reinterpret_cast<const unsigned int*>(value.v)[n / 2];
+        wide.v[n] = TALK_BITS_FLOAT(both << 16);
+        wide.v[n + 1] = TALK_BITS_FLOAT(both & 0xffff0000u);
+    }
+    return wide;
+}
+
 // sum += weight * value
 template <typename F, typename X, int N>
 __device__ inline void add(Pack<F, N>& sum, F weight, const Pack<X, N>& value) {
@@ -590,7 +616,7 @@ __device__ inline void add(Pack<F, N>& sum, F weight, const Pack<X, N>& value) {
 
 // Walks the rows of a segment: `rows` become what its ends make of dx there, as if the running sum
 // were 0 before. Returns that sum after them.
-template <typename F, int N, int ROWS_, typename Rows>
+template <int UNROLL, typename F, int N, int ROWS_, typename Rows>
 __device__ inline Pack<F, N> walk(Pack<F, N> (&rows)[ROWS_], const int* starts, const End<F>* ends,
                                   const Rows& dout) {
     Pack<F, N> sum = {};
@@ -599,14 +625,24 @@ __device__ inline Pack<F, N> walk(Pack<F, N> (&rows)[ROWS_], const int* starts, 
     for (int r = 0; r < ROWS_; ++r) {
         rows[r] = sum;
         const int end = starts[r + 1];
-#pragma unroll 1
+#pragma unroll UNROLL
         for (; k < end; ++k) {
             const End<F> e = ends[k];
-            const Pack<F, N> d = widened<F>(dout(e.t));
+            const Pack<F, N> d = wide(dout(e.t));
             add(rows[r], e.part, d);
             add(sum, e.whole, d);
         }
     }
+    return sum;
+}
+
+// The same sum without the rows.
+template <int ROWS_, int N, typename F, typename Rows>
+__device__ inline Pack<F, N> change(const int* starts, const End<F>* ends, const Rows& dout) {
+    Pack<F, N> sum = {};
+    const int end = starts[ROWS_];
+#pragma unroll 4
+    for (int k = starts[0]; k < end; ++k) add(sum, ends[k].whole, wide(dout(ends[k].t)));
     return sum;
 }
 
@@ -704,7 +740,7 @@ __device__ void add_far(const Problem& p, int head, const Tile<F>& tile, Window<
         for (int k = 0; k < REACH; ++k) {
             const Window<F> w = windows[k];
             if (!active || w.lo - 1 >= from + ROWS_ || w.hi + 1 < from) continue;
-            const Pack<F, N> d = widened<F>(dout(t + k));
+            const Pack<F, N> d = wide(dout(t + k));
             if (w.lo <= from && w.hi >= from + ROWS_ - 1) {
                 add(all, static_cast<double>(unit), d);
                 continue;
@@ -830,7 +866,6 @@ template <Pass pass, typename X, int N, int LANES, int ROWS_, int THREADS>
 __device__ void backward(const Problem& p) {
     using F = typename Types<X>::Compute;
     constexpr int ITEMS = (3 * ROWS_ + LANES - 1) / LANES;  // at most 3 rows are staged for one
-    constexpr int KEPT = 2 * ROWS_ < LANES ? 1 : 2 * ROWS_ / LANES;  // dots that a lane keeps
     constexpr int SEGMENTS = THREADS / LANES;
     const int lane = threadIdx.x % LANES, segment = threadIdx.x / LANES;
     const int head = blockIdx.x, from = segment * ROWS_;
@@ -841,6 +876,7 @@ __device__ void backward(const Problem& p) {
 
     Pack<F, N>* changes = shared.take<Pack<F, N>>(THREADS);
     Pack<F, N>* open_sums = shared.take<Pack<F, N>>(THREADS);
+    F* dots = shared.take<F>(2 * SEGMENTS * ROWS_);
     tile.cuts = shared.take<Cuts>(SEGMENTS * ROWS_);
     Pack<X, N>* staged = nullptr;
     Window<F>* far_windows = nullptr;
@@ -883,7 +919,6 @@ __device__ void backward(const Problem& p) {
     }
     __syncthreads();
 
-    F dots[KEPT] = {};
 #pragma unroll 1
     for (int c = lane * N; c - lane * N < p.R; c += LANES * N) {
         const bool active = c < p.R;
@@ -908,7 +943,11 @@ __device__ void backward(const Problem& p) {
             for (int i = from; i < min(from + ROWS_, tile.rows); ++i)
                 if (tile.cuts[i].v[0]) add(open, dout(own + i));
         open_sums[threadIdx.x] = open;
-        changes[threadIdx.x] = walk(rows, tile.starts + from, tile.ends, dout);
+        if constexpr (pass == Pass::TOTALS)
+            changes[threadIdx.x] = change<ROWS_, N>(tile.starts + from, tile.ends, dout);
+        else
+            changes[threadIdx.x] = walk<pass == Pass::WALK ? 2 : 1>(rows, tile.starts + from,
+                                                                    tile.ends, dout);
         __syncthreads();
         scan_segments<pass, N, LANES, SEGMENTS>(p, head, c - lane * N, changes, open_sums);
         __syncthreads();
@@ -916,13 +955,15 @@ __device__ void backward(const Problem& p) {
         Pack<F, N> base = changes[threadIdx.x];
         if constexpr (pass == Pass::TILE)
             if (*far) add_far(p, head, tile, far_windows, global(c), active, from, rows, base);
-        X* dx = static_cast<X*>(p.out) + at;
+        X* dx = static_cast<X*>(p.out) + at + (tile.t0 + from) * static_cast<long long>(p.B * p.C);
+        const F scale = scale_of_sums<X>(p);
 #pragma unroll
-        for (int r = 0; r < ROWS_; ++r) {
-            for (int n = 0; n < N; ++n) rows[r].v[n] += base.v[n];
-            if (active && from + r < tile.rows)
-                store(row_at(dx, stride, tile.t0 + from + r), rows[r], scale_of_sums<X>(p));
-        }
+        for (int r = 0; r < ROWS_; ++r)
+            for (int n = 0; n < N; ++n) rows[r].v[n] = (rows[r].v[n] + base.v[n]) * scale;
+#pragma unroll
+        for (int r = 0; r < ROWS_; ++r, dx += p.B * p.C)
+            if (active && from + r < tile.rows) store(dx, rows[r]);
+
         F values[2 * ROWS_] = {};
         if (active && from < tile.rows) {
             const X* x = static_cast<const X*>(p.x) + at;
@@ -940,30 +981,34 @@ __device__ void backward(const Problem& p) {
 #pragma unroll
                 for (int k = 0; k < BATCH; ++k) {
                     const int i = min(from + begin + k, tile.rows - 1);
-                    const Pack<F, N> d = widened<F>(dout(own + i));
+                    const Pack<F, N> d = wide(dout(own + i));
 #pragma unroll
-                    for (int e = 0; e < 2; ++e)
+                    for (int e = 0; e < 2; ++e) {
+                        const Pack<F, N> x_row = wide(cut_rows[k][e]);
                         for (int n = 0; n < N; ++n)
-                            values[2 * (begin + k) + e] += d.v[n] * widen(cut_rows[k][e].v[n]);
+                            values[2 * (begin + k) + e] += d.v[n] * x_row.v[n];
+                    }
                 }
             }
         }
         sum_over_lanes<LANES>(values);
+        constexpr int KEPT = 2 * ROWS_ < LANES ? 1 : 2 * ROWS_ / LANES;  // by a lane
+        if (lane * 2 * ROWS_ % LANES == 0)
 #pragma unroll
-        for (int k = 0; k < KEPT; ++k) dots[k] += values[k];
+            for (int k = 0; k < KEPT; ++k) {
+                F& dot = dots[2 * from + lane * 2 * ROWS_ / LANES + k];
+                dot = c < LANES * N ? values[k] : dot + values[k];
+            }
         __syncthreads();
     }
     if constexpr (pass == Pass::TOTALS) return;
 
-#pragma unroll
-    for (int k = 0; k < KEPT; ++k) {
-        const int value = lane * 2 * ROWS_ / LANES + k, i = from + value / 2, right = value % 2;
-        if (lane * 2 * ROWS_ % LANES || i >= tile.rows) continue;
-        void* gradients = right ? p.d_offset_right : p.d_offset_left;
-        const int t = tile.t0 + i, cut = tile.cuts[i].v[right];
-        if (gradients)
+#pragma unroll 1
+    for (int i = threadIdx.x; i < 2 * tile.rows; i += THREADS) {
+        const int right = i % 2, t = tile.t0 + i / 2, cut = tile.cuts[i / 2].v[right];
+        if (void* gradients = right ? p.d_offset_right : p.d_offset_left)
             store_offset<X>(p, gradients, static_cast<long long>(t) * (p.B * p.H) + head,
-                            gradient_of_offset<X>(p, head, dots[k], t, cut,
+                            gradient_of_offset<X>(p, head, dots[i], t, cut,
                                                   right ? p.max_right : p.max_left));
     }
 }

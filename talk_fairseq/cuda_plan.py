@@ -91,7 +91,7 @@ def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right
     most = threads // lanes * rows  # of a tile
 
     def shared_bytes(staged):
-        pieces = [threads * width * number] * 2 + [8 * most]
+        pieces = [threads * width * number] * 2 + [2 * most * number, 8 * most]
         if staged:
             end = 16 if number == 4 else 24
             pieces += [4 * (most + 1), 4 * 32, 4, (8 + 2 * number) * _REACH]
