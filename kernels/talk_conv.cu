@@ -450,6 +450,7 @@ template <typename X, int N> __device__ void forward_gather(const Problem& p) {
 // ------------------------------------------------------------------------------------- backward
 
 constexpr int REACH = 32;  // time steps that share an entry of `reach`
+constexpr int CHUNK_THREADS = 384;  // of a block that walks a chunk of a large window
 
 // One end of a window, at the row it cuts or could cut (lo - 1 or hi + 1): what dout[t] adds to dx
 // at this row, and to the running sum of the rows after it.
@@ -507,15 +508,16 @@ template <typename F> struct Tile {
     int* starts;        // starts[r] ... starts[r + 1]: the ends at row r, by time step, left first
     End<F>* ends;       // t counts from `first`
     int* opens;         // the windows that are open before row 0
+    int* open_windows;  // how many
     Cuts* cuts;         // of the tile's own windows
     int* unordered;     // scratch
     int* warps;
 };
 
 // Sorts the ends of the windows: counts them by row, places them in any order, and then ranks those
-// of a row. A thread holds up to ITEMS windows. Returns the number of open windows.
+// of a row. A thread holds up to ITEMS windows.
 template <int ITEMS, typename X, typename F>
-__device__ int sort_ends(const Problem& p, int head, const Tile<F>& tile, int buckets) {
+__device__ void sort_ends(const Problem& p, int head, const Tile<F>& tile, int buckets) {
     int row[2 * ITEMS], slot[2 * ITEMS] = {}, open[ITEMS] = {};
     End<F> ends[2 * ITEMS] = {};
     for (int i = threadIdx.x; i < buckets; i += blockDim.x) tile.starts[i] = 0;
@@ -549,6 +551,7 @@ __device__ int sort_ends(const Problem& p, int head, const Tile<F>& tile, int bu
         if (open[k]) tile.opens[before >> 16] = i;
         sum += total;
     }
+    if (threadIdx.x == 0) *tile.open_windows = sum >> 16;
     __syncthreads();
 #pragma unroll
     for (int e = 0; e < 2 * ITEMS; ++e)
@@ -563,7 +566,6 @@ __device__ int sort_ends(const Problem& p, int head, const Tile<F>& tile, int bu
         for (int k = rank; k < end; ++k) rank += tile.unordered[k] < 2 * ends[e].t + e % 2;
         tile.ends[rank] = ends[e];
     }
-    return sum >> 16;
 }
 
 // Row t of a column of channels; `stride` is in bytes: one instruction to an address.
@@ -669,6 +671,28 @@ __device__ inline void sum_over_lanes(F (&values)[VALUES]) {
     }
 }
 
+// Dots of dout with the rows of x that the windows of time steps `begin` ... cut, left and right by
+// turns; their loads are under way together.
+template <typename F, int VALUES, typename X, typename Rows>
+__device__ inline void add_dots(F (&values)[VALUES], const Cuts* cuts, const X* x,
+                                unsigned int stride, int begin, int end, const Rows& dout) {
+    decltype(dout(0)) rows[VALUES];
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) {
+        const int cut = cuts[min(begin + i / 2, end - 1)].v[i % 2];
+        rows[i] = *reinterpret_cast<const decltype(dout(0))*>(row_at(x, stride, max(cut, 0)));
+    }
+#pragma unroll
+    for (int i = 0; i < VALUES; i += 2) {
+        const auto d = wide(dout(min(begin + i / 2, end - 1)));
+        const auto left = wide(rows[i]), right = wide(rows[i + 1]);
+        for (int n = 0; n < sizeof(d.v) / sizeof(F); ++n) {
+            values[i] += d.v[n] * left.v[n];
+            values[i + 1] += d.v[n] * right.v[n];
+        }
+    }
+}
+
 // The gradient of an offset from dout[t] . x[cut].
 template <typename X, typename F>
 __device__ F gradient_of_offset(const Problem& p, int head, F dot, int t, int cut, int max_rows) {
@@ -720,8 +744,9 @@ __device__ inline bool reaches(const Problem& p, int head, const Tile<F>& tile, 
 template <typename X, typename F, int N, int ROWS_>
 __device__ void add_far(const Problem& p, int head, const Tile<F>& tile, Window<F>* windows,
                         const GlobalRows<X, N>& dout, bool active, int from,
-                        Pack<F, N> (&rows)[ROWS_], Pack<F, N>& base) {
-    Pack<double, N> all = widened<double>(base);
+                        Pack<F, N> (&rows)[ROWS_], Pack<F, N>& base, Pack<double, N>& all) {
+    __syncthreads();
+    all = widened<double>(base);
     const F unit = Types<X>::unit;
     from += tile.t0;
 #pragma unroll 1
@@ -736,13 +761,14 @@ __device__ void add_far(const Problem& p, int head, const Tile<F>& tile, Window<
             windows[threadIdx.x] = w;
         }
         __syncthreads();
+        Pack<F, N> sum = {};
 #pragma unroll 1
         for (int k = 0; k < REACH; ++k) {
             const Window<F> w = windows[k];
             if (!active || w.lo - 1 >= from + ROWS_ || w.hi + 1 < from) continue;
             const Pack<F, N> d = wide(dout(t + k));
             if (w.lo <= from && w.hi >= from + ROWS_ - 1) {
-                add(all, static_cast<double>(unit), d);
+                add(sum, unit, d);
                 continue;
             }
 #pragma unroll
@@ -752,6 +778,7 @@ __device__ void add_far(const Problem& p, int head, const Tile<F>& tile, Window<
                 add(rows[r], unit * (row == w.lo - 1 ? w.left : row == w.hi + 1 ? w.right : whole), d);
             }
         }
+        add(all, sum);
     }
     base = widened<F>(all);
 }
@@ -868,26 +895,26 @@ __device__ void backward(const Problem& p) {
     constexpr int ITEMS = (3 * ROWS_ + LANES - 1) / LANES;  // at most 3 rows are staged for one
     constexpr int SEGMENTS = THREADS / LANES;
     const int lane = threadIdx.x % LANES, segment = threadIdx.x / LANES;
-    const int head = blockIdx.x, from = segment * ROWS_;
+    const int head = blockIdx.x;
     const unsigned int stride = p.B * p.C * static_cast<unsigned int>(sizeof(X));
     Shared shared = shared_memory();
     Tile<F> tile;
     tile.t0 = tile_start(p), tile.rows = min(p.tile, p.T - tile.t0);
 
-    Pack<F, N>* changes = shared.take<Pack<F, N>>(THREADS);
-    Pack<F, N>* open_sums = shared.take<Pack<F, N>>(THREADS);
+    Pack<F, N>* changes = shared.take<Pack<F, N>>(2 * THREADS);
+    Pack<F, N>* open_sums = changes + THREADS;
     F* dots = shared.take<F>(2 * SEGMENTS * ROWS_);
     tile.cuts = shared.take<Cuts>(SEGMENTS * ROWS_);
     Pack<X, N>* staged = nullptr;
     Window<F>* far_windows = nullptr;
     int* far = nullptr;
-    int open_windows = 0;
     if constexpr (pass == Pass::TILE) {
         tile.first = max(tile.t0 - p.before, 0);
         tile.staged = min(tile.t0 + tile.rows + p.after, p.T) - tile.first;
         tile.starts = shared.take<int>(SEGMENTS * ROWS_ + 1);
         tile.warps = shared.take<int>(32);
-        far = shared.take<int>(1);
+        far = shared.take<int>(2);
+        tile.open_windows = far + 1;
         far_windows = shared.take<Window<F>>(REACH);
         staged = shared.take<Pack<X, N>>(p.staged * LANES);
         tile.ends = shared.take<End<F>>(2 * p.staged);
@@ -911,7 +938,7 @@ __device__ void backward(const Problem& p) {
     };
     if constexpr (pass == Pass::TILE) {
         stage<LANES, SEGMENTS>(staged + lane, global(lane * N), tile.first, tile.staged);
-        open_windows = sort_ends<ITEMS, X>(p, head, tile, SEGMENTS * ROWS_ + 1);
+        sort_ends<ITEMS, X>(p, head, tile, SEGMENTS * ROWS_ + 1);
         if (p.reach)
 #pragma unroll 1
             for (int t = threadIdx.x * REACH; t < p.T; t += THREADS * REACH)
@@ -920,10 +947,14 @@ __device__ void backward(const Problem& p) {
     __syncthreads();
 
 #pragma unroll 1
-    for (int c = lane * N; c - lane * N < p.R; c += LANES * N) {
+    for (int first_c = 0; first_c < p.R; first_c += LANES * N) {
+        const int c = first_c + lane * N;
+        int from = segment * ROWS_;
+        // There is one turn, mostly: what follows from `from` is not to be kept from turn to turn.
+        asm volatile("" : "+r"(from));
         const bool active = c < p.R;
         const long long at = static_cast<long long>(head) * p.R + c;
-        if (pass == Pass::TILE && c >= LANES * N) {
+        if (pass == Pass::TILE && first_c > 0) {
             stage<LANES, SEGMENTS>(staged + lane, global(c), tile.first, tile.staged);
             __syncthreads();
         }
@@ -937,7 +968,7 @@ __device__ void backward(const Problem& p) {
         Pack<F, N> open = {}, rows[ROWS_];
         if constexpr (pass == Pass::TILE)
 #pragma unroll 1
-            for (int k = segment; k < open_windows; k += SEGMENTS) add(open, dout(tile.opens[k]));
+            for (int k = segment; k < *tile.open_windows; k += SEGMENTS) add(open, dout(tile.opens[k]));
         if constexpr (pass == Pass::TOTALS)
 #pragma unroll 1
             for (int i = from; i < min(from + ROWS_, tile.rows); ++i)
@@ -949,12 +980,13 @@ __device__ void backward(const Problem& p) {
             changes[threadIdx.x] = walk<pass == Pass::WALK ? 2 : 1>(rows, tile.starts + from,
                                                                     tile.ends, dout);
         __syncthreads();
-        scan_segments<pass, N, LANES, SEGMENTS>(p, head, c - lane * N, changes, open_sums);
+        scan_segments<pass, N, LANES, SEGMENTS>(p, head, first_c, changes, open_sums);
         __syncthreads();
         if constexpr (pass == Pass::TOTALS) continue;
         Pack<F, N> base = changes[threadIdx.x];
         if constexpr (pass == Pass::TILE)
-            if (*far) add_far(p, head, tile, far_windows, global(c), active, from, rows, base);
+            if (*far) add_far(p, head, tile, far_windows, global(c), active, from, rows, base,
+                              reinterpret_cast<Pack<double, N>*>(changes)[threadIdx.x]);
         X* dx = static_cast<X*>(p.out) + at + (tile.t0 + from) * static_cast<long long>(p.B * p.C);
         const F scale = scale_of_sums<X>(p);
 #pragma unroll
@@ -964,41 +996,21 @@ __device__ void backward(const Problem& p) {
         for (int r = 0; r < ROWS_; ++r, dx += p.B * p.C)
             if (active && from + r < tile.rows) store(dx, rows[r]);
 
-        F values[2 * ROWS_] = {};
-        if (active && from < tile.rows) {
-            const X* x = static_cast<const X*>(p.x) + at;
-            constexpr int BATCH = 4;  // time steps whose rows are loaded together
-#pragma unroll
-            for (int begin = 0; begin < ROWS_; begin += BATCH) {
-                Pack<X, N> cut_rows[BATCH][2];
-#pragma unroll
-                for (int k = 0; k < BATCH; ++k) {
-                    const Cuts cuts = tile.cuts[min(from + begin + k, tile.rows - 1)];
-#pragma unroll
-                    for (int e = 0; e < 2; ++e)
-                        cut_rows[k][e] = load<X, N>(row_at(x, stride, max(cuts.v[e], 0)));
-                }
-#pragma unroll
-                for (int k = 0; k < BATCH; ++k) {
-                    const int i = min(from + begin + k, tile.rows - 1);
-                    const Pack<F, N> d = wide(dout(own + i));
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const Pack<F, N> x_row = wide(cut_rows[k][e]);
-                        for (int n = 0; n < N; ++n)
-                            values[2 * (begin + k) + e] += d.v[n] * x_row.v[n];
-                    }
-                }
-            }
-        }
-        sum_over_lanes<LANES>(values);
-        constexpr int KEPT = 2 * ROWS_ < LANES ? 1 : 2 * ROWS_ / LANES;  // by a lane
-        if (lane * 2 * ROWS_ % LANES == 0)
+        constexpr int BATCH = 4, KEPT = 2 * BATCH < LANES ? 1 : 2 * BATCH / LANES;
+#pragma unroll 1
+        for (int begin = from; begin < from + ROWS_; begin += BATCH) {
+            F values[2 * BATCH] = {};
+            if (active && begin < tile.rows)
+                add_dots(values, tile.cuts, static_cast<const X*>(p.x) + at, stride, begin,
+                         tile.rows, [&](int i) { return dout(own + i); });
+            sum_over_lanes<LANES>(values);
+            if (lane * 2 * BATCH % LANES) continue;
 #pragma unroll
             for (int k = 0; k < KEPT; ++k) {
-                F& dot = dots[2 * from + lane * 2 * ROWS_ / LANES + k];
-                dot = c < LANES * N ? values[k] : dot + values[k];
+                F& dot = dots[2 * begin + lane * 2 * BATCH / LANES + k];
+                dot = first_c == 0 ? values[k] : dot + values[k];
             }
+        }
         __syncthreads();
     }
     if constexpr (pass == Pass::TOTALS) return;
@@ -1099,10 +1111,10 @@ template <typename X, int N> __device__ void update(const Problem& p) {
 #define TALK_BACKWARD(type, X, N, LANES, ROWS, THREADS, blocks)                                   \
     TALK_KERNEL(talk_backward, type, Problem, THREADS, blocks,                                    \
                 (backward<Pass::TILE, X, N, LANES, ROWS, THREADS>(p)))                            \
-    TALK_KERNEL(talk_backward_totals, type, Problem, THREADS, blocks,                             \
-                (backward<Pass::TOTALS, X, N, LANES, ROWS, THREADS>(p)))                          \
-    TALK_KERNEL(talk_backward_walk, type, Problem, THREADS, blocks,                               \
-                (backward<Pass::WALK, X, N, LANES, ROWS, THREADS>(p)))
+    TALK_KERNEL(talk_backward_totals, type, Problem, CHUNK_THREADS, 2,                            \
+                (backward<Pass::TOTALS, X, N, LANES, ROWS, CHUNK_THREADS>(p)))                    \
+    TALK_KERNEL(talk_backward_walk, type, Problem, CHUNK_THREADS, 2,                              \
+                (backward<Pass::WALK, X, N, LANES, ROWS, CHUNK_THREADS>(p)))
 #define TALK_TYPE(type, X, forward_n, update_n, N, LANES, ROWS)                                   \
     TALK_WIDTH(type##_wide, X, forward_n, update_n)                                               \
     TALK_WIDTH(type##_narrow, X, 1, 1)                                                            \

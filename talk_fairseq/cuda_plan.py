@@ -20,7 +20,7 @@ NAMES = {
 
 _CONSTANTS = constants("talk_conv.cu")
 _LANES, _ROWS = _CONSTANTS["LANES"], _CONSTANTS["ROWS"]
-_REACH = _CONSTANTS["REACH"]
+_REACH, _CHUNK_THREADS = _CONSTANTS["REACH"], _CONSTANTS["CHUNK_THREADS"]
 
 # Channels that a thread of a `wide` kernel moves at a time.
 _FORWARD_WIDTH = {"float64": 2, "float32": 2, "float16": 4, "bfloat16": 4}
@@ -90,11 +90,11 @@ def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right
     kernel, width, lanes, rows, threads = _backward_kernel(dtype, R, aligned)
     most = threads // lanes * rows  # of a tile
 
-    def shared_bytes(staged):
-        pieces = [threads * width * number] * 2 + [2 * most * number, 8 * most]
+    def shared_bytes(staged, most=most, threads=threads):
+        pieces = [2 * threads * width * number, 2 * most * number, 8 * most]
         if staged:
             end = 16 if number == 4 else 24
-            pieces += [4 * (most + 1), 4 * 32, 4, (8 + 2 * number) * _REACH]
+            pieces += [4 * (most + 1), 4 * 32, 2 * 4, (8 + 2 * number) * _REACH]
             row = lanes * width * dtype.itemsize
             pieces += [staged * row, 2 * end * staged, 8 * staged, 4 * staged]
         return _bytes(*pieces)
@@ -123,8 +123,9 @@ def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right
         reach = (f"talk_reach_{name}", (_ceil(units, 128), 1, 1), 128, 0)
         return Plan(sizes, {"reach": (2 * units, torch.int32)}, (reach, launch))
 
-    chunks = _ceil(T, most)
-    buckets = chunks * most + 1
+    rows = _CHUNK_THREADS // lanes * rows
+    chunks = _ceil(T, rows)
+    buckets = chunks * rows + 1
     workspace = {
         "totals": (chunks * B * C, torch.float64),
         "clipped": (chunks * B * C, torch.float64),
@@ -133,7 +134,7 @@ def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right
         "entries": (heads * 2 * T * (2 if number == 4 else 3), torch.float64),
     }
     ends = (_ceil(heads * T, 128), 1, 1)
-    chunk = ((heads, 1, chunks), threads, shared_bytes(0))
+    chunk = ((heads, 1, chunks), _CHUNK_THREADS, shared_bytes(0, rows, _CHUNK_THREADS))
     launches = (
         (f"talk_count_ends_{name}", ends, 128, 0),
         (f"talk_start_ends_{name}", (heads, 1, 1), 512, 4 * 32),
@@ -143,7 +144,7 @@ def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right
         (f"talk_scan_chunks_{name}", (_ceil(B * C, 128), 1, 1), 128, 0),
         (f"talk_backward_walk_{kernel}", *chunk),
     )
-    return Plan({"tile": most, "buckets": buckets}, workspace, launches)
+    return Plan({"tile": rows, "buckets": buckets}, workspace, launches)
 
 
 @functools.lru_cache(maxsize=4096)
