@@ -450,7 +450,6 @@ template <typename X, int N> __device__ void forward_gather(const Problem& p) {
 // ------------------------------------------------------------------------------------- backward
 
 constexpr int REACH = 32;  // time steps that share an entry of `reach`
-constexpr int CHUNK_THREADS = 384;  // of a block that walks a chunk of a large window
 
 // One end of a window, at the row it cuts or could cut (lo - 1 or hi + 1): what dout[t] adds to dx
 // at this row, and to the running sum of the rows after it.
@@ -977,7 +976,7 @@ __device__ void backward(const Problem& p) {
         if constexpr (pass == Pass::TOTALS)
             changes[threadIdx.x] = change<ROWS_, N>(tile.starts + from, tile.ends, dout);
         else
-            changes[threadIdx.x] = walk<pass == Pass::WALK ? 2 : 1>(rows, tile.starts + from,
+            changes[threadIdx.x] = walk<pass == Pass::WALK && N < 8 ? 2 : 1>(rows, tile.starts + from,
                                                                     tile.ends, dout);
         __syncthreads();
         scan_segments<pass, N, LANES, SEGMENTS>(p, head, first_c, changes, open_sums);
@@ -1111,10 +1110,10 @@ template <typename X, int N> __device__ void update(const Problem& p) {
 #define TALK_BACKWARD(type, X, N, LANES, ROWS, THREADS, blocks)                                   \
     TALK_KERNEL(talk_backward, type, Problem, THREADS, blocks,                                    \
                 (backward<Pass::TILE, X, N, LANES, ROWS, THREADS>(p)))                            \
-    TALK_KERNEL(talk_backward_totals, type, Problem, CHUNK_THREADS, 2,                            \
-                (backward<Pass::TOTALS, X, N, LANES, ROWS, CHUNK_THREADS>(p)))                    \
-    TALK_KERNEL(talk_backward_walk, type, Problem, CHUNK_THREADS, 2,                              \
-                (backward<Pass::WALK, X, N, LANES, ROWS, CHUNK_THREADS>(p)))
+    TALK_KERNEL(talk_backward_totals, type, Problem, THREADS, blocks,                             \
+                (backward<Pass::TOTALS, X, N, LANES, ROWS, THREADS>(p)))                          \
+    TALK_KERNEL(talk_backward_walk, type, Problem, THREADS, blocks,                               \
+                (backward<Pass::WALK, X, N, LANES, ROWS, THREADS>(p)))
 #define TALK_TYPE(type, X, forward_n, update_n, N, LANES, ROWS)                                   \
     TALK_WIDTH(type##_wide, X, forward_n, update_n)                                               \
     TALK_WIDTH(type##_narrow, X, 1, 1)                                                            \

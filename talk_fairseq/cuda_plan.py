@@ -20,7 +20,7 @@ NAMES = {
 
 _CONSTANTS = constants("talk_conv.cu")
 _LANES, _ROWS = _CONSTANTS["LANES"], _CONSTANTS["ROWS"]
-_REACH, _CHUNK_THREADS = _CONSTANTS["REACH"], _CONSTANTS["CHUNK_THREADS"]
+_REACH = _CONSTANTS["REACH"]
 
 # Channels that a thread of a `wide` kernel moves at a time.
 _FORWARD_WIDTH = {"float64": 2, "float32": 2, "float16": 4, "bfloat16": 4}
@@ -90,7 +90,7 @@ def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right
     kernel, width, lanes, rows, threads = _backward_kernel(dtype, R, aligned)
     most = threads // lanes * rows  # of a tile
 
-    def shared_bytes(staged, most=most, threads=threads):
+    def shared_bytes(staged):
         pieces = [2 * threads * width * number, 2 * most * number, 8 * most]
         if staged:
             end = 16 if number == 4 else 24
@@ -123,9 +123,8 @@ def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right
         reach = (f"talk_reach_{name}", (_ceil(units, 128), 1, 1), 128, 0)
         return Plan(sizes, {"reach": (2 * units, torch.int32)}, (reach, launch))
 
-    rows = _CHUNK_THREADS // lanes * rows
-    chunks = _ceil(T, rows)
-    buckets = chunks * rows + 1
+    chunks = _ceil(T, most)
+    buckets = chunks * most + 1
     workspace = {
         "totals": (chunks * B * C, torch.float64),
         "clipped": (chunks * B * C, torch.float64),
@@ -134,7 +133,7 @@ def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right
         "entries": (heads * 2 * T * (2 if number == 4 else 3), torch.float64),
     }
     ends = (_ceil(heads * T, 128), 1, 1)
-    chunk = ((heads, 1, chunks), _CHUNK_THREADS, shared_bytes(0, rows, _CHUNK_THREADS))
+    chunk = ((heads, 1, chunks), threads, shared_bytes(0))
     launches = (
         (f"talk_count_ends_{name}", ends, 128, 0),
         (f"talk_start_ends_{name}", (heads, 1, 1), 512, 4 * 32),
@@ -144,7 +143,7 @@ def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right
         (f"talk_scan_chunks_{name}", (_ceil(B * C, 128), 1, 1), 128, 0),
         (f"talk_backward_walk_{kernel}", *chunk),
     )
-    return Plan({"tile": rows, "buckets": buckets}, workspace, launches)
+    return Plan({"tile": most, "buckets": buckets}, workspace, launches)
 
 
 @functools.lru_cache(maxsize=4096)
