@@ -41,23 +41,30 @@
 // Forward, large windows: the same with prefix sums in global memory, restarted in every chunk
 // (talk_forward_sums, talk_scan_chunks, talk_forward_gather); its time is free of the windows.
 //
-// Backward: dx is the transpose. Reading rows upwards, dout[t] enters a running sum at row lo and
-// leaves it after row hi, and counts by its fractions at lo - 1 and hi + 1. So the ends are sorted
-// by row (a counting sort on integers, ordered by t within a row: the same bits at every run and
-// no floating-point atomics), once for a head and not for a channel, and each thread walks rows:
+// Backward: dx is the transpose. Reading rows upwards, dout[t] enters a running sum after row lo - 1
+// and leaves it at row hi + 1, and counts by its fractions at these two rows. So the ends of the
+// windows are sorted by row, once for a head and not for a channel, and each thread walks ROWS rows
+// of N channels, whose results stay in registers:
 //
-//     row              2           3           4           5           6           7
-//     left ends     0.4 of 5    5 enters
-//     right ends                                                    5 leaves,
-//                                                                   0.5 of 5
-//     running sum      0        dout[5]     dout[5]     dout[5]        0           0
-//     dx * K      0.4 dout[5]   dout[5]     dout[5]     dout[5]   0.5 dout[5]      0
+//     row                    2           3           4           5           6           7
+//     ends             left of 5                                         right of 5
+//     running sum before     0        dout[5]     dout[5]     dout[5]     dout[5]        0
+//     an end adds here   + 0.4 dout[5]                                - 0.5 dout[5]
+//     and from here on   +     dout[5]                                -     dout[5]
+//     dx * K             0.4 dout[5]  dout[5]     dout[5]     dout[5]  0.5 dout[5]       0
 //
-// Moderate windows: one kernel sorts the ends of its tile and halo in shared memory
-// (talk_backward); ends further away than the halo (offsets above 1.25) are found through
-// talk_reach and added row by row. Large windows: the ends of the whole sequence are sorted, a
-// thread to an end (talk_count_ends, talk_start_ends, talk_place_ends, talk_rank_ends),
-// talk_changes and talk_scan_chunks give the running sum at each chunk, talk_backward_walk walks.
+// A walk starts from 0, in the type that is computed in; then the sum before each segment is found,
+// in double, and added. The sort is a counting sort on integers, ordered by t and side within a
+// row, and the tiles follow from the windows alone: the same bits at every run and in any batch.
+// The dots of dout with the rows that are cut, summed over the lanes, are the offsets' gradients.
+//
+// Moderate windows (talk_backward): a block stages dout for its tile and the halo, and sorts the
+// ends in shared memory. Windows that are open before its first row are shared out among the
+// segments. Those of time steps that are not staged (offsets above 1.25) are found through
+// talk_reach and added after the walk. Large windows: the ends of the whole sequence are sorted
+// (talk_count_ends, talk_start_ends, talk_place_ends, talk_rank_ends), and talk_backward's code
+// runs twice: for how much the running sum changes over each chunk (talk_backward_totals), and
+// after the scan over chunks (talk_scan_chunks) for the rows (talk_backward_walk).
 //
 // The file includes nothing: NVRTC compiles it without the toolkit's headers.
 #include "types.cuh"
@@ -917,7 +924,7 @@ __device__ void backward(const Problem& p) {
         far_windows = shared.take<Window<F>>(REACH);
         staged = shared.take<Pack<X, N>>(p.staged * LANES);
         tile.ends = shared.take<End<F>>(2 * p.staged);
-        tile.unordered = shared.take<int>(2 * p.staged);
+        tile.unordered = reinterpret_cast<int*>(changes);  // which are written later
         tile.opens = shared.take<int>(p.staged);
         if (threadIdx.x == 0) *far = 0;
     } else {

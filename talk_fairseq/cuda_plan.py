@@ -96,22 +96,20 @@ def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right
             end = 16 if number == 4 else 24
             pieces += [4 * (most + 1), 4 * 32, 2 * 4, (8 + 2 * number) * _REACH]
             row = lanes * width * dtype.itemsize
-            pieces += [staged * row, 2 * end * staged, 8 * staged, 4 * staged]
+            pieces += [staged * row, 2 * end * staged, 4 * staged]
         return _bytes(*pieces)
 
-    # One kernel, as long as a tile and its halo fit: twice on a multiprocessor if possible, where
-    # each block takes 1 KiB besides. The tiles follow from the windows alone, so that a sentence's
-    # bits do not depend on the padding behind it.
+    # One kernel, as long as a tile and its halo fit: twice on a multiprocessor if half of the
+    # threads have rows then; each block takes 1 KiB besides. The tiles follow from the windows
+    # alone, so that a sentence's bits do not depend on the padding behind it.
     before, after = _halo(max_right), _halo(max_left)
-    tile = next(
-        (
-            tile
-            for memory in (shared_memory // 2 - 1024, shared_memory)
-            for tile in range(most, 63, -16)
-            if before + after <= 2 * tile and shared_bytes(before + tile + after) <= memory
-        ),
-        0,
+    tiles = (
+        tile
+        for memory, least in ((shared_memory // 2 - 1024, most // 2), (shared_memory, 64))
+        for tile in range(most, least - 1, -16)
+        if before + after <= 2 * tile and shared_bytes(before + tile + after) <= memory
     )
+    tile = next(tiles, 0)
     if tile:
         staged = _ceil(min(before + tile + after, T), 4) * 4
         sizes = {"before": before, "after": after, "tile": tile, "staged": staged}
