@@ -41,10 +41,10 @@
 // Forward, large windows: the same with prefix sums in global memory, restarted in every chunk
 // (talk_forward_sums, talk_scan_chunks, talk_forward_gather); its time is free of the windows.
 //
-// Backward: dx is the transpose. Reading rows upwards, dout[t] enters a running sum after row lo - 1
-// and leaves it at row hi + 1, and counts by its fractions at these two rows. So the ends of the
-// windows are sorted by row, once for a head and not for a channel, and each thread walks ROWS rows
-// of N channels, whose results stay in registers:
+// Backward: dx is the transpose. Reading rows upwards, dout[t] enters a running sum after row
+// lo - 1 and leaves it at row hi + 1, and counts by its fractions at these two rows. So the ends of
+// the windows are sorted by row, once for a head and not for a channel, and each thread walks a few
+// rows of N channels, whose results stay in registers:
 //
 //     row                    2           3           4           5           6           7
 //     ends             left of 5                                         right of 5
@@ -575,7 +575,8 @@ __device__ void sort_ends(const Problem& p, int head, const Tile<F>& tile, int b
 }
 
 // Row t of a column of channels; `stride` is in bytes: one instruction to an address.
-template <typename X> __device__ inline const X* row_at(const X* column, unsigned int stride, int t) {
+template <typename X>
+__device__ inline const X* row_at(const X* column, unsigned int stride, int t) {
     const unsigned long long bytes = static_cast<unsigned long long>(stride) * unsigned(t);
     return reinterpret_cast<const X*>(reinterpret_cast<const char*>(column) + bytes);
 }
@@ -724,13 +725,17 @@ template <typename X> __device__ void reach(const Problem& p) {
     const int heads = p.B * p.H, head = at % heads;
     if (at / heads * REACH >= p.T) return;
     const int t0 = at / heads * REACH, end = min(t0 + REACH, p.T);
-    Pack<int, 2> rows = {{p.T, -1}};
+    bool far = false;
 #pragma unroll 8
     for (int t = t0; t < end; ++t) {
         const Offsets<X> offsets = offsets_of<X>(p, t, head);
         const double left = offsets.left, right = offsets.right;
-        if (left * p.max_left < p.after && right * p.max_right < p.before) continue;
-        const Window<F> w = window_of<X, F>(p, t, offsets);
+        far |= (left * p.max_left >= p.after) | (right * p.max_right >= p.before);
+    }
+    Pack<int, 2> rows = {{p.T, -1}};
+    for (int t = t0; far && t < end; ++t) {
+        const Window<F> w = window_of<X, F>(p, t, head);
+        if (w.lo - 1 >= t - p.after && w.hi + 1 <= t + p.before) continue;
         rows.v[0] = min(rows.v[0], w.lo - 1), rows.v[1] = max(rows.v[1], w.hi + 1);
     }
     reinterpret_cast<Pack<int, 2>*>(p.reach)[at] = rows;
@@ -780,8 +785,8 @@ __device__ void add_far(const Problem& p, int head, const Tile<F>& tile, Window<
 #pragma unroll
             for (int r = 0; r < ROWS_; ++r) {
                 const int row = from + r;
-                const F whole = row >= w.lo && row <= w.hi;
-                add(rows[r], unit * (row == w.lo - 1 ? w.left : row == w.hi + 1 ? w.right : whole), d);
+                const F part = row == w.lo - 1 ? w.left : row == w.hi + 1 ? w.right : 0;
+                add(rows[r], unit * (row >= w.lo && row <= w.hi ? 1 : part), d);
             }
         }
         add(all, sum);
@@ -974,7 +979,8 @@ __device__ void backward(const Problem& p) {
         Pack<F, N> open = {}, rows[ROWS_];
         if constexpr (pass == Pass::TILE)
 #pragma unroll 1
-            for (int k = segment; k < *tile.open_windows; k += SEGMENTS) add(open, dout(tile.opens[k]));
+            for (int k = segment; k < *tile.open_windows; k += SEGMENTS)
+                add(open, dout(tile.opens[k]));
         if constexpr (pass == Pass::TOTALS)
 #pragma unroll 1
             for (int i = from; i < min(from + ROWS_, tile.rows); ++i)
@@ -983,8 +989,8 @@ __device__ void backward(const Problem& p) {
         if constexpr (pass == Pass::TOTALS)
             changes[threadIdx.x] = change<ROWS_, N>(tile.starts + from, tile.ends, dout);
         else
-            changes[threadIdx.x] = walk<pass == Pass::WALK && N < 8 ? 2 : 1>(rows, tile.starts + from,
-                                                                    tile.ends, dout);
+            changes[threadIdx.x] =  // rows of global memory two at a time, if registers allow
+                walk<pass == Pass::WALK && N < 8 ? 2 : 1>(rows, tile.starts + from, tile.ends, dout);
         __syncthreads();
         scan_segments<pass, N, LANES, SEGMENTS>(p, head, first_c, changes, open_sums);
         __syncthreads();
@@ -1124,9 +1130,9 @@ template <typename X, int N> __device__ void update(const Problem& p) {
 #define TALK_TYPE(type, X, forward_n, update_n, N, LANES, ROWS)                                   \
     TALK_WIDTH(type##_wide, X, forward_n, update_n)                                               \
     TALK_WIDTH(type##_narrow, X, 1, 1)                                                            \
-    TALK_BACKWARD(type##_wide, X, N, LANES, ROWS, 448, sizeof(X) == 8 ? 1 : 2)                                            \
-    TALK_BACKWARD(type##_slim, X, N, 4, 4, 256, 2)                                                      \
-    TALK_BACKWARD(type##_narrow, X, 1, 32, 8, 448, 2)                                                  \
+    TALK_BACKWARD(type##_wide, X, N, LANES, ROWS, 448, sizeof(X) == 8 ? 1 : 2)                    \
+    TALK_BACKWARD(type##_slim, X, N, 4, 4, 256, 2)                                                \
+    TALK_BACKWARD(type##_narrow, X, 1, 32, 8, 448, 2)                                             \
     TALK_KERNEL(talk_reach, type, Problem, 128, 1, (reach<X>(p)))                                 \
     TALK_KERNEL(talk_count_ends, type, Problem, 128, 1, (sort_all_ends<X, Step::COUNT>(p)))       \
     TALK_KERNEL(talk_start_ends, type, Problem, MAX_THREADS, 1, (start_ends(p)))                  \
