@@ -905,6 +905,7 @@ __device__ void backward(const Problem& p) {
     using F = typename Types<X>::Compute;
     constexpr int ITEMS = (3 * ROWS_ + LANES - 1) / LANES;  // at most 3 rows are staged for one
     constexpr int SEGMENTS = THREADS / LANES;
+    constexpr int UNROLL = pass == Pass::WALK && N < 8 ? 2 : 1;  // loads from global memory
     const int lane = threadIdx.x % LANES, segment = threadIdx.x / LANES;
     const int head = blockIdx.x;
     const unsigned int stride = p.B * p.C * static_cast<unsigned int>(sizeof(X));
@@ -989,8 +990,7 @@ __device__ void backward(const Problem& p) {
         if constexpr (pass == Pass::TOTALS)
             changes[threadIdx.x] = change<ROWS_, N>(tile.starts + from, tile.ends, dout);
         else
-            changes[threadIdx.x] =  // rows of global memory two at a time, if registers allow
-                walk<pass == Pass::WALK && N < 8 ? 2 : 1>(rows, tile.starts + from, tile.ends, dout);
+            changes[threadIdx.x] = walk<UNROLL>(rows, tile.starts + from, tile.ends, dout);
         __syncthreads();
         scan_segments<pass, N, LANES, SEGMENTS>(p, head, first_c, changes, open_sums);
         __syncthreads();
