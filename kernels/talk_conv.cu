@@ -41,23 +41,30 @@
 // Forward, large windows: the same with prefix sums in global memory, restarted in every chunk
 // (talk_forward_sums, talk_scan_chunks, talk_forward_gather); its time is free of the windows.
 //
-// Backward: dx is the transpose. Reading rows upwards, dout[t] enters a running sum at row lo and
-// leaves it after row hi, and counts by its fractions at lo - 1 and hi + 1. So the ends are sorted
-// by row (a counting sort on integers, ordered by t within a row: the same bits at every run and
-// no floating-point atomics), once for a head and not for a channel, and each thread walks rows:
+// Backward: dx is the transpose. Reading rows upwards, dout[t] enters a running sum after row
+// lo - 1 and leaves it at row hi + 1, and counts by its fractions at these two rows. So the ends of
+// the windows are sorted by row, once for a head and not for a channel, and each thread walks a few
+// rows of N channels, whose results stay in registers:
 //
-//     row              2           3           4           5           6           7
-//     left ends     0.4 of 5    5 enters
-//     right ends                                                    5 leaves,
-//                                                                   0.5 of 5
-//     running sum      0        dout[5]     dout[5]     dout[5]        0           0
-//     dx * K      0.4 dout[5]   dout[5]     dout[5]     dout[5]   0.5 dout[5]      0
+//     row                    2           3           4           5           6           7
+//     ends             left of 5                                         right of 5
+//     running sum before     0        dout[5]     dout[5]     dout[5]     dout[5]        0
+//     an end adds here   + 0.4 dout[5]                                - 0.5 dout[5]
+//     and from here on   +     dout[5]                                -     dout[5]
+//     dx * K             0.4 dout[5]  dout[5]     dout[5]     dout[5]  0.5 dout[5]       0
 //
-// Moderate windows: one kernel sorts the ends of its tile and halo in shared memory
-// (talk_backward); ends further away than the halo (offsets above 1.25) are found through
-// talk_reach and added row by row. Large windows: the ends of the whole sequence are sorted, a
-// thread to an end (talk_count_ends, talk_start_ends, talk_place_ends, talk_rank_ends),
-// talk_changes and talk_scan_chunks give the running sum at each chunk, talk_backward_walk walks.
+// A walk starts from 0, in the type that is computed in; then the sum before each segment is found,
+// in double, and added. The sort is a counting sort on integers, ordered by t and side within a
+// row, and the tiles follow from the windows alone: the same bits at every run and in any batch.
+// The dots of dout with the rows that are cut, summed over the lanes, are the offsets' gradients.
+//
+// Moderate windows (talk_backward): a block stages dout for its tile and the halo, and sorts the
+// ends in shared memory. Windows that are open before its first row are shared out among the
+// segments. Those of time steps that are not staged (offsets above 1.25) are found through
+// talk_reach and added after the walk. Large windows: the ends of the whole sequence are sorted
+// (talk_count_ends, talk_start_ends, talk_place_ends, talk_rank_ends), and talk_backward's code
+// runs twice: for how much the running sum changes over each chunk (talk_backward_totals), and
+// after the scan over chunks (talk_scan_chunks) for the rows (talk_backward_walk).
 //
 // The file includes nothing: NVRTC compiles it without the toolkit's headers.
 #include "types.cuh"
@@ -67,7 +74,7 @@ constexpr int LONG_LANES = 2;     // likewise where windows are large
 constexpr int ROWS = 8;           // rows of a segment
 constexpr int UNIT = 32;          // rows over which a prefix sum runs before it starts anew
 constexpr int MAX_THREADS = 512;
-constexpr int BACKWARD_THREADS = 448;
+constexpr int LONG_THREADS = 320;  // likewise where windows are large
 
 // Everything a launch needs, passed by value; cuda_backend.py holds the same list.
 struct Problem {
@@ -80,12 +87,12 @@ struct Problem {
     void* d_offset_right;      // (T, B, H), or null
     void* sums;                // (units, UNIT + 1, B, C): prefix sums within units; forward
     double* bases;             // (units, B, C): what the units before a unit add up to; forward
-    double* totals;            // (chunks, B, C): sums of chunks, then of all the chunks before;
+    double* totals;            // (chunks, B, C): sums of chunks, then of all the chunks before
     double* clipped;           // (chunks, B, C): windows that start at row 0; backward
-    int* reach;                // (tiles, B, H, 2): how far before and after what a tile stages
-                               // there are time steps that touch it; 0 at first; backward
-    int* starts;               // (B, H, 2 T + 2): where each bucket of ends starts; 0 at first
-    int* slots;                // (B, H, 2, 2 T): scratch of the sort
+    int* reach;                // (T / REACH, B, H, 2): the rows that larger windows than a halo
+                               // touch; backward
+    int* starts;               // (B, H, buckets): where the ends at each row start; 0 at first
+    int* slots;                // (2, B, H, 2 T): scratch of the sort
     void* entries;             // (B, H, 2 T): ends ordered by row
     int* origin;               // (ring, B): where a slot of a sequence is, or null; decoding
     double scale;              // 1 / (max_left + max_right + 1)
@@ -94,7 +101,8 @@ struct Problem {
     int before, after;         // rows of halo on either side of a tile
     int tile;                  // rows of a tile or chunk
     int units, spans;          // units of a tile, or of all; entries of the table for each
-    int lanes;                 // threads across the channels of a row, a power of two; backward
+    int staged;                // rows of a tile with its halo, a multiple of 4; backward
+    int buckets;               // rows of whole chunks, and 1; large windows, backward
     int float32_offsets;       // beside a half x
     int ring, columns, steps;  // decoding: `sums` is (ring, columns, C), after so many time steps
 };
@@ -203,34 +211,6 @@ struct Shared {
 __device__ inline Shared shared_memory() {
     extern __shared__ __align__(16) unsigned char talk_shared[];
     return Shared{talk_shared};
-}
-
-// What the earlier segments of these channels add up to. Every thread of the block calls it.
-// The order of the additions depends on the position alone, not on how many segments there are.
-template <typename S, int N>
-__device__ Pack<S, N> sum_of_earlier_segments(Pack<S, N> total, int lanes, Pack<S, N>* warps) {
-    const int lane = threadIdx.x % lanes, thread = threadIdx.x % 32, warp = threadIdx.x / 32;
-    Pack<S, N> earlier = {};
-#pragma unroll 1
-    for (int step = lanes; step < 32; step *= 2) {
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-            const S other = __shfl_up_sync(0xffffffffu, total.v[n], step);
-            if (thread >= step) total.v[n] += other;
-        }
-    }
-    if (lanes < 32) {
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-            const S other = __shfl_up_sync(0xffffffffu, total.v[n], lanes);
-            if (thread >= lanes) earlier.v[n] = other;
-        }
-    }
-    if (thread >= 32 - lanes) warps[warp * lanes + lane] = total;
-    __syncthreads();
-#pragma unroll 1
-    for (int w = 0; w < warp; ++w) add(earlier, warps[w * lanes + lane]);
-    return earlier;
 }
 
 // -------------------------------------------------------------------------------------- forward
@@ -360,7 +340,7 @@ template <typename F, int N, int lanes> struct Table {
 #pragma unroll 1
         for (int unit = segment; unit < units; unit += segments) {
             Pack<F, N> sum = {};
-#pragma unroll 4
+#pragma unroll 2
             for (int span = 0; span < spans; ++span) {
                 sums.put(unit * spans + span, sum);
                 if (unit + span < units) add(sum, local[(unit + span) * (UNIT + 1) + UNIT]);
@@ -435,6 +415,9 @@ template <typename F, int N, typename Sums> struct Bases {
     }
 };
 
+template <typename F, int N, int lanes>
+using SharedBases = Bases<F, N, SharedPrefix<double, N, lanes>>;
+
 // A window that reaches beyond what is staged: those rows one by one. Slow and rare.
 template <typename X, typename F, int N, typename Prefix>
 __device__ Pack<F, N> far_window(const Problem& p, int t, int head, const X* column,
@@ -461,8 +444,10 @@ __device__ Pack<F, N> far_window(const Problem& p, int t, int head, const X* col
 }
 
 // Windows that shared memory holds.
-template <typename X, int N, int lanes, typename Units> __device__ void forward(const Problem& p) {
+template <typename X, int N, int lanes, template <typename, int, int> typename UnitSums>
+__device__ void forward(const Problem& p) {
     using F = typename Types<X>::Compute;
+    using Units = UnitSums<F, N, lanes>;
     const int segment = threadIdx.x / lanes, segments = blockDim.x / lanes, head = blockIdx.x;
     const int c = (blockIdx.y * lanes + threadIdx.x % lanes) * N;
     const int t0 = tile_start(p), tile = min(p.tile, p.T - t0);
@@ -490,13 +475,13 @@ template <typename X, int N, int lanes, typename Units> __device__ void forward(
         Pack<X, N> rows[ROWS];
         if (loads) load_segment(rows, column, stride, origin + row, p.T);
         const Offsets<X> offsets = offsets_of<X>(p, t0 + min(own, tile - 1), head);
-        if (loads) scan_segment<F, lanes>(rows, local, row / ROWS, weight, p.T >> 31);
         if (own < tile) {
             const Window<F> w = window_of<X, F>(p, t0 + own, offsets);
             const int lo = w.lo - 1 - origin, hi = w.hi + 1 - origin;
             windows[own] = units.window(lo, hi, w.left, w.right, lo >= 0 && hi < staged);
             far |= windows[own].far();
         }
+        if (loads) scan_segment<F, lanes>(rows, local, row / ROWS, weight, p.T >> 31);
         if (lanes == LANES) break;
     }
     __syncthreads();
@@ -536,7 +521,8 @@ template <typename X, int N> __device__ void forward_sums(const Problem& p) {
 
 // Step 2: what the units before each unit add up to. A block takes 32 channels of B * C, and each
 // of its warps GROUP units at a turn; the order of additions does not depend on T.
-template <typename F> __device__ void forward_bases(const Problem& p) {
+template <typename X> __device__ void forward_bases(const Problem& p) {
+    using F = typename Types<X>::Compute;
     constexpr int GROUP = 16;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const long long stride = static_cast<long long>(p.B) * p.C, at = blockIdx.x * 32LL + lane;
@@ -593,6 +579,554 @@ template <typename X, int N> __device__ void forward_gather(const Problem& p) {
 
 // ------------------------------------------------------------------------------------- backward
 
+constexpr int REACH = 32;  // time steps that share an entry of `reach`
+
+// One end of a window, at the row it cuts or could cut (lo - 1 or hi + 1): what dout[t] adds to dx
+// at this row, and to the running sum of the rows after it.
+template <typename F> struct alignas(sizeof(F) == 4 ? 16 : 8) End {
+    int t;
+    F part, whole;
+};
+
+template <typename F> __device__ inline int row_of_end(const Window<F>& w, int right) {
+    return right ? w.hi + 1 : w.lo - 1;
+}
+
+template <typename X, typename F>
+__device__ inline End<F> end_of(const Window<F>& w, int right, int t) {
+    const F unit = Types<X>::unit;
+    return right ? End<F>{t, unit * (w.right - 1), -unit} : End<F>{t, unit * w.left, unit};
+}
+
+// The rows that a window's two ends cut, for the gradients of its offsets.
+using Cuts = Pack<int, 2>;
+constexpr int NO_CUT = -1, NAN_CUT = -2;
+
+template <typename F> __device__ inline Cuts cuts_of(const Window<F>& w) {
+    const auto cut = [](F fraction, int row) {
+        return fraction != fraction ? NAN_CUT : fraction != 0 ? row : NO_CUT;
+    };
+    return Cuts{{cut(w.left, w.lo - 1), cut(w.right, w.hi + 1)}};
+}
+
+// The sum over the threads of the block before this one, and over all of them: 512 at most.
+__device__ inline int sum_before(int value, int* warps, int& total) {
+    const int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int inclusive = value;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(0xffffffffu, inclusive, step);
+        if (thread >= step) inclusive += other;
+    }
+    if (thread == 31) warps[warp] = inclusive;
+    __syncthreads();
+    total = thread % 16 < blockDim.x / 32 ? warps[thread % 16] : 0;
+    int before = thread % 16 < warp ? total : 0;
+#pragma unroll
+    for (int step = 8; step > 0; step /= 2) {
+        total += __shfl_xor_sync(0xffffffffu, total, step);
+        before += __shfl_xor_sync(0xffffffffu, before, step);
+    }
+    return before + inclusive - value;
+}
+
+// What a block knows of the windows of the time steps that it stages, in shared memory.
+template <typename F> struct Tile {
+    int t0, rows;       // the tile, of which row 0 is time step t0
+    int first, staged;  // time steps
+    int* starts;        // starts[r] ... starts[r + 1]: the ends at row r, by time step, left first
+    End<F>* ends;       // t counts from `first`
+    int* opens;         // the windows that are open before row 0
+    int* open_windows;  // how many
+    Cuts* cuts;         // of the tile's own windows
+    int* unordered;     // scratch
+    int* warps;
+};
+
+// Sorts the ends of the windows: counts them by row, places them in any order, and then ranks those
+// of a row. A thread holds up to ITEMS windows.
+template <int ITEMS, typename X, typename F>
+__device__ void sort_ends(const Problem& p, int head, const Tile<F>& tile, int buckets) {
+    int row[2 * ITEMS], slot[2 * ITEMS] = {}, open[ITEMS] = {};
+    End<F> ends[2 * ITEMS] = {};
+    for (int i = threadIdx.x; i < buckets; i += blockDim.x) tile.starts[i] = 0;
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < ITEMS; ++k) {
+        const int i = threadIdx.x + k * blockDim.x, own = tile.first + i - tile.t0;
+        row[2 * k] = row[2 * k + 1] = -1;
+        if (i >= tile.staged) continue;
+        const Window<F> w = window_of<X, F>(p, tile.first + i, head);
+        if (own >= 0 && own < tile.rows) tile.cuts[own] = cuts_of(w);
+#pragma unroll
+        for (int e = 2 * k; e < 2 * k + 2; ++e) {
+            row[e] = row_of_end(w, e % 2) - tile.t0;
+            ends[e] = end_of<X>(w, e % 2, i);
+            if (row[e] >= tile.rows) row[e] = -1;
+            if (row[e] >= 0) slot[e] = atomicAdd(tile.starts + row[e], 1);
+        }
+        open[k] = w.lo - 1 < tile.t0 && w.hi + 1 >= tile.t0;
+    }
+    int sum = 0;  // of ends, and 65,536 times that of open windows
+#pragma unroll
+    for (int k = 0; k < ITEMS; ++k) {
+        const int i = threadIdx.x + k * blockDim.x;
+        if (k > 0 && k * blockDim.x >= max(tile.staged, buckets)) break;
+        __syncthreads();
+        int total;
+        const int own = (i < buckets ? tile.starts[i] : 0) + (open[k] << 16);
+        const int before = sum + sum_before(own, tile.warps, total);
+        if (i < buckets) tile.starts[i] = before & 0xffff;
+        if (open[k]) tile.opens[before >> 16] = i;
+        sum += total;
+    }
+    if (threadIdx.x == 0) *tile.open_windows = sum >> 16;
+    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < 2 * ITEMS; ++e)
+        if (row[e] >= 0) tile.unordered[tile.starts[row[e]] + slot[e]] = 2 * ends[e].t + e % 2;
+    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < 2 * ITEMS; ++e) {
+        if (row[e] < 0) continue;
+        int rank = tile.starts[row[e]];
+        const int end = tile.starts[row[e] + 1];
+#pragma unroll 1
+        for (int k = rank; k < end; ++k) rank += tile.unordered[k] < 2 * ends[e].t + e % 2;
+        tile.ends[rank] = ends[e];
+    }
+}
+
+// Row t of a column of channels; `stride` is in bytes: one instruction to an address.
+template <typename X>
+__device__ inline const X* row_at(const X* column, unsigned int stride, int t) {
+    const unsigned long long bytes = static_cast<unsigned long long>(stride) * unsigned(t);
+    return reinterpret_cast<const X*>(reinterpret_cast<const char*>(column) + bytes);
+}
+
+// dout[t] of a thread's channels, in global memory.
+template <typename X, int N> struct GlobalRows {
+    const X* column;
+    unsigned int stride;
+    __device__ Pack<X, N> operator()(int t) const {
+        return load<X, N>(row_at(column, stride, t));
+    }
+};
+
+// Walks the rows of a segment: `rows` become what its ends make of dx there, as if the running sum
+// were 0 before. Returns that sum after them.
+template <int UNROLL, typename F, int N, int ROWS_, typename Rows>
+__device__ inline Pack<F, N> walk(Pack<F, N> (&rows)[ROWS_], const int* starts, const End<F>* ends,
+                                  const Rows& dout) {
+    Pack<F, N> sum = {};
+    int k = starts[0];
+#pragma unroll
+    for (int r = 0; r < ROWS_; ++r) {
+        rows[r] = sum;
+        const int end = starts[r + 1];
+#pragma unroll UNROLL
+        for (; k < end; ++k) {
+            const End<F> e = ends[k];
+            const Pack<F, N> d = widened<F>(dout(e.t));
+            add(rows[r], d, e.part);
+            add(sum, d, e.whole);
+        }
+    }
+    return sum;
+}
+
+// The same sum without the rows.
+template <int ROWS_, int N, typename F, typename Rows>
+__device__ inline Pack<F, N> change(const int* starts, const End<F>* ends, const Rows& dout) {
+    Pack<F, N> sum = {};
+    const int end = starts[ROWS_];
+#pragma unroll 4
+    for (int k = starts[0]; k < end; ++k) add(sum, dout(ends[k].t), ends[k].whole);
+    return sum;
+}
+
+// Sums over lanes: value i of VALUES is in the end with lane i * LANES / VALUES, as its first one,
+// or (where there are fewer lanes) one of its first ones. Each exchange halves what is left.
+template <int LANES, typename F, int VALUES>
+__device__ inline void sum_over_lanes(F (&values)[VALUES]) {
+    int count = VALUES;
+#pragma unroll
+    for (int step = LANES / 2; step > 0; step /= 2) {
+        if (count == 1) {
+            values[0] += __shfl_xor_sync(0xffffffffu, values[0], step);
+            continue;
+        }
+        count /= 2;
+        const bool upper = threadIdx.x & step;
+#pragma unroll
+        for (int i = 0; i < VALUES / 2; ++i) {
+            if (i >= count) continue;
+            const F other = upper ? values[i] : values[i + count];
+            values[i] = upper ? values[i + count] : values[i];
+            values[i] += __shfl_xor_sync(0xffffffffu, other, step);
+        }
+    }
+}
+
+// Dots of dout with the rows of x that the windows of time steps `begin` ... cut, left and right by
+// turns; their loads are under way together.
+template <typename F, int VALUES, typename X, typename Rows>
+__device__ inline void add_dots(F (&values)[VALUES], const Cuts* cuts, const X* x,
+                                unsigned int stride, int begin, int end, const Rows& dout) {
+    decltype(dout(0)) rows[VALUES];
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) {
+        const int cut = cuts[min(begin + i / 2, end - 1)].v[i % 2];
+        rows[i] = *reinterpret_cast<const decltype(dout(0))*>(row_at(x, stride, max(cut, 0)));
+    }
+#pragma unroll
+    for (int i = 0; i < VALUES; i += 2) {
+        const auto d = widened<F>(dout(min(begin + i / 2, end - 1)));
+        const auto left = widened<F>(rows[i]), right = widened<F>(rows[i + 1]);
+        for (int n = 0; n < sizeof(d.v) / sizeof(F); ++n) {
+            values[i] += d.v[n] * left.v[n];
+            values[i + 1] += d.v[n] * right.v[n];
+        }
+    }
+}
+
+// The gradient of an offset from dout[t] . x[cut].
+template <typename X, typename F>
+__device__ F gradient_of_offset(const Problem& p, int head, F dot, int t, int cut, int max_rows) {
+    if (cut == NAN_CUT) return static_cast<F>(nan(""));
+    if (cut == NO_CUT) return 0;
+    const F value = dot * static_cast<F>(p.scale * max_rows);
+    if (Types<X>::unit == 1 || value - value == 0) return value;
+    // Not finite. Products of bfloat16 numbers may be too large for a float, and their sum not.
+    const long long stride = static_cast<long long>(p.B) * p.C, channels = head * 1LL * p.R;
+    const X* d = static_cast<const X*>(p.dout) + channels + t * stride;
+    const X* x = static_cast<const X*>(p.x) + channels + cut * stride;
+    double exact = 0;
+#pragma unroll 1
+    for (int c = 0; c < p.R; ++c) exact += static_cast<double>(widen(d[c])) * widen(x[c]);
+    return static_cast<F>(exact * p.scale * max_rows);
+}
+
+// Moderate windows, where there is more than one tile: of every REACH time steps, which rows the
+// windows touch that are larger than a halo (offsets above 1.25). Nearly always there are none.
+template <typename X> __device__ void reach(const Problem& p) {
+    using F = typename Types<X>::Compute;
+    const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int heads = p.B * p.H, head = at % heads;
+    if (at / heads * REACH >= p.T) return;
+    const int t0 = at / heads * REACH, end = min(t0 + REACH, p.T);
+    bool far = false;
+#pragma unroll 8
+    for (int t = t0; t < end; ++t) {
+        const Offsets<X> offsets = offsets_of<X>(p, t, head);
+        const double left = offsets.left, right = offsets.right;
+        far |= (left * p.max_left >= p.after) | (right * p.max_right >= p.before);
+    }
+    Pack<int, 2> rows = {{p.T, -1}};
+    for (int t = t0; far && t < end; ++t) {
+        const Window<F> w = window_of<X, F>(p, t, head);
+        if (w.lo - 1 >= t - p.after && w.hi + 1 <= t + p.before) continue;
+        rows.v[0] = min(rows.v[0], w.lo - 1), rows.v[1] = max(rows.v[1], w.hi + 1);
+    }
+    reinterpret_cast<Pack<int, 2>*>(p.reach)[at] = rows;
+}
+
+// Are there such windows at a tile's rows, in some time steps of which not all are staged?
+template <typename F>
+__device__ inline bool reaches(const Problem& p, int head, const Tile<F>& tile, int t) {
+    if (t >= tile.first && min(t + REACH, p.T) <= tile.first + tile.staged) return false;
+    const Pack<int, 2> rows = reinterpret_cast<const Pack<int, 2>*>(
+        p.reach)[static_cast<long long>(t / REACH) * (p.B * p.H) + head];
+    return rows.v[0] < tile.t0 + tile.rows && rows.v[1] >= tile.t0;
+}
+
+// Adds what the time steps that are not staged contribute to rows `from` ... of a tile: to `all` of
+// them, or one by one. Slow and rare. All threads of a block call it, with scratch for windows.
+template <typename X, typename F, int N, int ROWS_>
+__device__ void add_far(const Problem& p, int head, const Tile<F>& tile, Window<F>* windows,
+                        const GlobalRows<X, N>& dout, bool active, int from,
+                        Pack<F, N> (&rows)[ROWS_], Pack<F, N>& base, Pack<double, N>& all) {
+    __syncthreads();
+    all = widened<double>(base);
+    const F unit = Types<X>::unit;
+    from += tile.t0;
+#pragma unroll 1
+    for (int t = 0; t < p.T; t += REACH) {
+        if (!reaches(p, head, tile, t)) continue;
+        __syncthreads();
+        const int own = t + threadIdx.x;
+        if (threadIdx.x < REACH) {
+            Window<F> w = {p.T + 1, p.T, 0, 0};
+            if (own < p.T && (own < tile.first || own >= tile.first + tile.staged))
+                w = window_of<X, F>(p, own, head);
+            windows[threadIdx.x] = w;
+        }
+        __syncthreads();
+        Pack<F, N> sum = {};
+#pragma unroll 1
+        for (int k = 0; k < REACH; ++k) {
+            const Window<F> w = windows[k];
+            if (!active || w.lo - 1 >= from + ROWS_ || w.hi + 1 < from) continue;
+            const Pack<F, N> d = widened<F>(dout(t + k));
+            if (w.lo <= from && w.hi >= from + ROWS_ - 1) {
+                add(sum, d, unit);
+                continue;
+            }
+#pragma unroll
+            for (int r = 0; r < ROWS_; ++r) {
+                const int row = from + r;
+                const F part = row == w.lo - 1 ? w.left : row == w.hi + 1 ? w.right : 0;
+                add(rows[r], d, unit * (row >= w.lo && row <= w.hi ? 1 : part));
+            }
+        }
+        add(all, sum);
+    }
+    base = widened<F>(all);
+}
+
+// TILE: moderate windows, all in one. TOTALS and WALK: large windows, before and after the scan
+// over chunks.
+enum class Pass { TILE, TOTALS, WALK };
+
+// Loads `count` rows of dout into shared memory, from time step `first` on: several are under way
+// together.
+template <int LANES, int SEGMENTS, typename X, int N>
+__device__ inline void stage(Pack<X, N>* staged, const GlobalRows<X, N>& dout, int first,
+                             int count) {
+    constexpr int BATCH = 4;
+#pragma unroll 1
+    for (int begin = threadIdx.x / LANES; begin < count; begin += BATCH * SEGMENTS) {
+        Pack<X, N> batch[BATCH];
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k)
+            batch[k] = dout(first + min(begin + k * SEGMENTS, count - 1));
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k)
+            if (begin + k * SEGMENTS < count) staged[(begin + k * SEGMENTS) * LANES] = batch[k];
+    }
+}
+
+// From how much the running sum changes over each segment to its value before each, in double, a
+// thread to a channel. It starts with the windows that are open before the tile, or with what the
+// scan over chunks found; TOTALS hands over to that scan.
+template <Pass pass, int N, int LANES, int SEGMENTS, typename F>
+__device__ inline void scan_segments(const Problem& p, int head, int c, Pack<F, N>* changes,
+                                     const Pack<F, N>* opens) {
+    constexpr int CHANNELS = LANES * N;
+    for (int i = threadIdx.x; i < min(CHANNELS, p.R - c); i += blockDim.x) {
+        const long long at = blockIdx.z * (static_cast<long long>(p.B) * p.C)
+                           + static_cast<long long>(head) * p.R + c + i;
+        F* change = reinterpret_cast<F*>(changes) + i;
+        const F* open = reinterpret_cast<const F*>(opens) + i;
+        double sum = 0;
+#pragma unroll 4
+        for (int s = 0; s < SEGMENTS; ++s) sum += open[s * CHANNELS];
+        if constexpr (pass == Pass::TOTALS) p.clipped[at] = sum, sum = 0;
+        if constexpr (pass == Pass::WALK) sum = p.totals[at];
+#pragma unroll 4
+        for (int s = 0; s < SEGMENTS; ++s) {
+            const F own = change[s * CHANNELS];
+            change[s * CHANNELS] = static_cast<F>(sum);
+            sum += own;
+        }
+        if constexpr (pass == Pass::TOTALS) p.totals[at] = sum;
+    }
+}
+
+// Large windows, step 1: the ends of whole sequences are sorted, a thread to a time step and head;
+// and between the first two kernels a block to a head. Windows from row 0 on have no left end.
+enum class Step { COUNT, PLACE, RANK };
+
+__device__ inline int* starts_of(const Problem& p, int head) {
+    return p.starts + static_cast<long long>(head) * p.buckets;
+}
+template <typename F> __device__ inline End<F>* ends_of(const Problem& p, int head) {
+    return static_cast<End<F>*>(p.entries) + head * (2LL * p.T);
+}
+
+template <typename X, Step step> __device__ void sort_all_ends(const Problem& p) {
+    using F = typename Types<X>::Compute;
+    const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int heads = p.B * p.H, head = at % heads;
+    if (at / heads >= p.T) return;
+    const int t = at / heads;
+    const Window<F> w = window_of<X, F>(p, t, head);
+    int* starts = starts_of(p, head);
+    int* slots = p.slots + 2 * at;
+    int* unordered = p.slots + (heads + head) * (2LL * p.T);
+    for (int right = 0; right < 2; ++right) {
+        const int row = row_of_end(w, right), key = 2 * t + right;
+        if (row < 0 || row >= p.T) continue;
+        if (step == Step::COUNT) slots[right] = atomicAdd(starts + row, 1);
+        if (step == Step::PLACE) unordered[starts[row] + slots[right]] = key;
+        if (step == Step::RANK) {
+            int rank = starts[row];
+            const int end = starts[row + 1];
+            for (int k = rank; k < end; ++k) rank += unordered[k] < key;
+            ends_of<F>(p, head)[rank] = end_of<X>(w, right, t);
+        }
+    }
+}
+
+__device__ inline void start_ends(const Problem& p) {
+    constexpr int ITEMS = 8;
+    int* warps = shared_memory().take<int>(32);
+    int* starts = starts_of(p, blockIdx.x);
+    int sum = 0, total;
+    for (int begin = 0; begin < p.buckets; begin += ITEMS * blockDim.x) {
+        const int first = begin + ITEMS * threadIdx.x;
+        int own[ITEMS], count = 0;
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i)
+            count += own[i] = first + i < p.buckets ? starts[first + i] : 0;
+        int start = sum + sum_before(count, warps, total);
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (first + i < p.buckets) starts[first + i] = start;
+            start += own[i];
+        }
+        sum += total;
+        __syncthreads();
+    }
+}
+
+template <Pass pass, typename X, int N, int LANES, int ROWS_, int THREADS>
+__device__ void backward(const Problem& p) {
+    using F = typename Types<X>::Compute;
+    constexpr int ITEMS = (3 * ROWS_ + LANES - 1) / LANES;  // at most 3 rows are staged for one
+    constexpr int SEGMENTS = THREADS / LANES;
+    constexpr int UNROLL = pass == Pass::WALK && N < 8 ? 2 : 1;  // loads from global memory
+    const int lane = threadIdx.x % LANES, segment = threadIdx.x / LANES;
+    const int head = blockIdx.x;
+    const unsigned int stride = p.B * p.C * static_cast<unsigned int>(sizeof(X));
+    Shared shared = shared_memory();
+    Tile<F> tile;
+    tile.t0 = tile_start(p), tile.rows = min(p.tile, p.T - tile.t0);
+
+    Pack<F, N>* changes = shared.take<Pack<F, N>>(2 * THREADS);
+    Pack<F, N>* open_sums = changes + THREADS;
+    F* dots = shared.take<F>(2 * SEGMENTS * ROWS_);
+    tile.cuts = shared.take<Cuts>(SEGMENTS * ROWS_);
+    Pack<X, N>* staged = nullptr;
+    Window<F>* far_windows = nullptr;
+    int* far = nullptr;
+    if constexpr (pass == Pass::TILE) {
+        tile.first = max(tile.t0 - p.before, 0);
+        tile.staged = min(tile.t0 + tile.rows + p.after, p.T) - tile.first;
+        tile.starts = shared.take<int>(SEGMENTS * ROWS_ + 1);
+        tile.warps = shared.take<int>(32);
+        far = shared.take<int>(2);
+        tile.open_windows = far + 1;
+        far_windows = shared.take<Window<F>>(REACH);
+        staged = shared.take<Pack<X, N>>(p.staged * LANES);
+        tile.ends = shared.take<End<F>>(2 * p.staged);
+        tile.unordered = reinterpret_cast<int*>(changes);  // which are written later
+        tile.opens = shared.take<int>(p.staged);
+        if (threadIdx.x == 0) *far = 0;
+    } else {
+        tile.starts = starts_of(p, head) + tile.t0;
+        tile.ends = ends_of<F>(p, head);
+        for (int i = threadIdx.x; i < tile.rows; i += blockDim.x) {
+            const Window<F> w = window_of<X, F>(p, tile.t0 + i, head);
+            // TOTALS asks for the windows that no end opens, and WALK for the gradients.
+            tile.cuts[i] = pass == Pass::WALK ? cuts_of(w) : Cuts{{w.lo <= 0, 0}};
+        }
+    }
+
+    // dout of this lane's channels of the head, from channel c on.
+    const auto global = [&](int c) {
+        const long long at = static_cast<long long>(head) * p.R + (c < p.R ? c : 0);
+        return GlobalRows<X, N>{static_cast<const X*>(p.dout) + at, stride};
+    };
+    if constexpr (pass == Pass::TILE) {
+        stage<LANES, SEGMENTS>(staged + lane, global(lane * N), tile.first, tile.staged);
+        sort_ends<ITEMS, X>(p, head, tile, SEGMENTS * ROWS_ + 1);
+        if (p.reach)
+#pragma unroll 1
+            for (int t = threadIdx.x * REACH; t < p.T; t += THREADS * REACH)
+                if (reaches(p, head, tile, t)) *far = 1;
+    }
+    __syncthreads();
+
+#pragma unroll 1
+    for (int first_c = 0; first_c < p.R; first_c += LANES * N) {
+        const int c = first_c + lane * N;
+        int from = segment * ROWS_;
+        // There is one turn, mostly: what follows from `from` is not to be kept from turn to turn.
+        asm volatile("" : "+r"(from));
+        const bool active = c < p.R;
+        const long long at = static_cast<long long>(head) * p.R + c;
+        if (pass == Pass::TILE && first_c > 0) {
+            stage<LANES, SEGMENTS>(staged + lane, global(c), tile.first, tile.staged);
+            __syncthreads();
+        }
+        const Pack<X, N>* column = staged + lane;
+        const auto dout = [=](int t) {
+            if constexpr (pass == Pass::TILE) return column[t * LANES];
+            else return global(c)(t);
+        };
+        const int own = pass == Pass::TILE ? tile.t0 - tile.first : tile.t0;  // t of row 0
+
+        Pack<F, N> open = {}, rows[ROWS_];
+        if constexpr (pass == Pass::TILE)
+#pragma unroll 1
+            for (int k = segment; k < *tile.open_windows; k += SEGMENTS)
+                add(open, dout(tile.opens[k]));
+        if constexpr (pass == Pass::TOTALS)
+#pragma unroll 1
+            for (int i = from; i < min(from + ROWS_, tile.rows); ++i)
+                if (tile.cuts[i].v[0]) add(open, dout(own + i));
+        open_sums[threadIdx.x] = open;
+        if constexpr (pass == Pass::TOTALS)
+            changes[threadIdx.x] = change<ROWS_, N>(tile.starts + from, tile.ends, dout);
+        else
+            changes[threadIdx.x] = walk<UNROLL>(rows, tile.starts + from, tile.ends, dout);
+        __syncthreads();
+        scan_segments<pass, N, LANES, SEGMENTS>(p, head, first_c, changes, open_sums);
+        __syncthreads();
+        if constexpr (pass == Pass::TOTALS) continue;
+        Pack<F, N> base = changes[threadIdx.x];
+        if constexpr (pass == Pass::TILE)
+            if (*far) add_far(p, head, tile, far_windows, global(c), active, from, rows, base,
+                              reinterpret_cast<Pack<double, N>*>(changes)[threadIdx.x]);
+        X* dx = static_cast<X*>(p.out) + at + (tile.t0 + from) * static_cast<long long>(p.B * p.C);
+        const F scale = scale_of_sums<X>(p);
+#pragma unroll
+        for (int r = 0; r < ROWS_; ++r)
+            for (int n = 0; n < N; ++n) rows[r].v[n] += base.v[n];
+#pragma unroll
+        for (int r = 0; r < ROWS_; ++r, dx += p.B * p.C)
+            if (active && from + r < tile.rows) store(dx, rows[r], scale);
+
+        constexpr int BATCH = 4, KEPT = 2 * BATCH < LANES ? 1 : 2 * BATCH / LANES;
+#pragma unroll 1
+        for (int begin = from; begin < from + ROWS_; begin += BATCH) {
+            F values[2 * BATCH] = {};
+            if (active && begin < tile.rows)
+                add_dots(values, tile.cuts, static_cast<const X*>(p.x) + at, stride, begin,
+                         tile.rows, [&](int i) { return dout(own + i); });
+            sum_over_lanes<LANES>(values);
+            if (lane * 2 * BATCH % LANES) continue;
+#pragma unroll
+            for (int k = 0; k < KEPT; ++k) {
+                F& dot = dots[2 * begin + lane * 2 * BATCH / LANES + k];
+                dot = first_c == 0 ? values[k] : dot + values[k];
+            }
+        }
+        __syncthreads();
+    }
+    if constexpr (pass == Pass::TOTALS) return;
+
+#pragma unroll 1
+    for (int i = threadIdx.x; i < 2 * tile.rows; i += THREADS) {
+        const int right = i % 2, t = tile.t0 + i / 2, cut = tile.cuts[i / 2].v[right];
+        if (void* gradients = right ? p.d_offset_right : p.d_offset_left)
+            store_offset<X>(p, gradients, static_cast<long long>(t) * (p.B * p.H) + head,
+                            gradient_of_offset<X>(p, head, dots[i], t, cut,
+                                                  right ? p.max_right : p.max_left));
+    }
+}
+
 // Large windows, step 2: from the total of each chunk to the total of all the chunks before it.
 // In the backward pass the running sum starts with the windows that start at row 0.
 __device__ inline void scan_chunks(const Problem& p) {
@@ -618,458 +1152,6 @@ __device__ inline void scan_chunks(const Problem& p) {
                 sum += totals[i];
             }
     }
-}
-
-template <typename F> struct Entry {
-    int t;
-    F fraction;
-};
-
-// The ends of windows, sorted by the row where they act, for `rows` rows from `row0`:
-//
-//     buckets 0 ... rows              left ends: dout[t] enters the running sum at row lo
-//     buckets rows + 1 ... 2 * rows   right ends: it leaves the sum at row hi + 1
-//
-// Within a bucket they are ordered by t. `starts` has 2 * rows + 2 numbers.
-template <typename F> struct Ends {
-    int row0, rows;
-    bool drop_first_row;  // leave out windows that start at row0 or before it
-    int* starts;
-    Entry<F>* entries;
-
-    // The bucket of one side of a window, or -1 if that end does not matter here. A window that
-    // starts before the rows enters at the first of them, and one that ends after never leaves.
-    __device__ int bucket(const Window<F>& w, bool right) const {
-        if (w.hi + 1 < row0 || w.lo > row0 + rows) return -1;
-        if (right) return w.hi + 1 < row0 + rows ? rows + 1 + w.hi + 1 - row0 : -1;
-        return drop_first_row && w.lo <= row0 ? -1 : max(w.lo - row0, 0);
-    }
-};
-
-// Counts to starts: each number becomes the sum of those before it. By all threads of a block, with
-// scratch for a number of each warp.
-template <int ITEMS> __device__ void counts_to_starts(int* counts, int size, int* warps) {
-    const int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int sum = 0;
-    for (int begin = 0; begin < size; begin += ITEMS * blockDim.x) {
-        const int first = begin + ITEMS * threadIdx.x;
-        int own[ITEMS], total = 0;
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            own[i] = first + i < size ? counts[first + i] : 0;
-            total += own[i];
-        }
-        int inclusive = total;
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(0xffffffffu, inclusive, step);
-            if (thread >= step) inclusive += other;
-        }
-        if (thread == 31) warps[warp] = inclusive;
-        __syncthreads();
-        int start = sum + inclusive - total;
-        for (int w = 0; w < blockDim.x / 32; ++w) {
-            if (w < warp) start += warps[w];
-            sum += warps[w];
-        }
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            if (first + i < size) counts[first + i] = start;
-            start += own[i];
-        }
-        __syncthreads();
-    }
-}
-
-// A stable counting sort of the ends of `count` time steps: those of the left, then those of the
-// right. Each step is taken for all ends before the next, and counts_to_starts after the first.
-// `w` is the window of end i; `slots` is scratch for 4 * count numbers, and `starts` is 0 at first.
-enum class Step { COUNT, PLACE, RANK };
-
-template <Step step, typename F>
-__device__ void sort_end(const Ends<F>& ends, const Window<F>& w, int i, int count, int* slots) {
-    const bool right = i >= count;
-    const int bucket = ends.bucket(w, right);
-    int* starts = ends.starts;
-    int* unordered = slots + 2 * count;
-    if (bucket < 0) return;
-    if (step == Step::COUNT) slots[i] = atomicAdd(&starts[bucket], 1);
-    if (step == Step::PLACE) unordered[starts[bucket] + slots[i]] = i;
-    if (step == Step::RANK) {
-        int rank = starts[bucket];
-        for (int k = starts[bucket]; k < starts[bucket + 1]; ++k) rank += unordered[k] < i;
-        ends.entries[rank] = Entry<F>{right ? i - count : i, right ? w.right : w.left};
-    }
-}
-
-template <Step step, typename F>
-__device__ void sort_step(const Ends<F>& ends, const Window<F>* windows, int count, int* slots) {
-    for (int i = threadIdx.x; i < 2 * count; i += blockDim.x)
-        sort_end<step>(ends, windows[i < count ? i : i - count], i, count, slots);
-}
-
-// All of it by one block, with a barrier still to come at its end.
-template <typename F>
-__device__ void sort_ends(const Ends<F>& ends, const Window<F>* windows, int count, int* slots,
-                          int* warps) {
-    const int size = 2 * ends.rows + 2;
-    for (int i = threadIdx.x; i < size; i += blockDim.x) ends.starts[i] = 0;
-    __syncthreads();
-    sort_step<Step::COUNT>(ends, windows, count, slots);
-    __syncthreads();
-    counts_to_starts<2>(ends.starts, size, warps);
-    sort_step<Step::PLACE>(ends, windows, count, slots);
-    __syncthreads();
-    sort_step<Step::RANK>(ends, windows, count, slots);
-}
-
-// dout[t] of a thread's channels, from shared or from global memory.
-template <typename X, int N> struct SharedRows {
-    static constexpr float unit = Types<X>::unit;
-    const Pack<X, N>* rows;
-    int lanes;
-    __device__ Pack<X, N> operator()(int t) const { return rows[t * lanes]; }
-};
-template <typename X, int N> struct GlobalRows {
-    static constexpr float unit = Types<X>::unit;
-    const X* column;
-    long long stride;
-    __device__ Pack<X, N> operator()(int t) const { return load<X, N>(column + t * stride); }
-};
-
-// How much the running sum changes over rows from ... to - 1.
-template <typename S, int N, typename F, typename Rows>
-__device__ Pack<double, N> change(const Ends<F>& ends, const Rows& dout, int from, int to) {
-    Pack<S, N> enters = {}, leaves = {};
-    const int* left = ends.starts;
-    const int* right = ends.starts + ends.rows + 1;
-#pragma unroll 2
-    for (int k = left[from]; k < left[to]; ++k) add(enters, dout(ends.entries[k].t));
-#pragma unroll 2
-    for (int k = right[from]; k < right[to]; ++k) add(leaves, dout(ends.entries[k].t));
-    for (int n = 0; n < N; ++n) enters.v[n] -= leaves.v[n];
-    return widened<double>(enters);
-}
-
-// Walks rows from ... to - 1 with the running sum before them, and hands over each row of dx * K.
-template <typename S, int N, typename F, typename Rows, typename Far, typename Store>
-__device__ void walk(const Ends<F>& ends, const Rows& dout, int from, int to, Pack<double, N> sum,
-                     const Far& far, const Store& store_row) {
-    const int* left = ends.starts;
-    const int* right = ends.starts + ends.rows + 1;
-    Pack<S, N> enters = {};  // net of what leaves at the same row
-#pragma unroll 1
-    for (int k = left[from]; k < left[from + 1]; ++k) add(enters, dout(ends.entries[k].t));
-    for (int row = from; row < to; ++row) {
-        Pack<F, N> part = {};
-#pragma unroll 1  // an end or two: unrolling would only cost registers
-        for (int k = right[row]; k < right[row + 1]; ++k) {
-            const Entry<F> entry = ends.entries[k];
-            const F fraction = entry.fraction * Rows::unit;
-            const Pack<F, N> d = widened<F>(dout(entry.t));
-            for (int n = 0; n < N; ++n)
-                enters.v[n] -= Rows::unit * d.v[n], part.v[n] += fraction * d.v[n];
-        }
-        add(sum, enters);
-        enters = {};
-#pragma unroll 1
-        for (int k = left[row + 1]; k < left[row + 2]; ++k) {
-            const Entry<F> entry = ends.entries[k];
-            const F fraction = entry.fraction * Rows::unit;
-            const Pack<F, N> d = widened<F>(dout(entry.t));
-            for (int n = 0; n < N; ++n)
-                enters.v[n] += Rows::unit * d.v[n], part.v[n] += fraction * d.v[n];
-        }
-        Pack<double, N> whole = sum;
-        far(row, whole);
-        for (int n = 0; n < N; ++n) part.v[n] += static_cast<F>(whole.v[n]);
-        store_row(row, part);
-    }
-}
-
-// dots[2 i] and dots[2 i + 1] gain dout[t] . x[the row that an end of t cuts], t = t0 + i: these
-// channels' part of the gradients of the offsets. The lanes of a row add up theirs by shuffles.
-template <typename X, typename F, int N, typename Rows>
-__device__ void add_dots(F* dots, const Window<F>* windows, const Rows& dout, int t0, int tile,
-                         const X* column, long long stride, bool active, int lanes) {
-    // Windows whose rows load together: as many as the registers allow.
-    constexpr int BATCH = sizeof(X) == 2 ? 3 : sizeof(X) == 4 ? 2 : 1;
-    const int segment = threadIdx.x / lanes, segments = blockDim.x / lanes;
-#pragma unroll 1
-    for (int begin = segment; begin - segment < tile; begin += BATCH * segments) {
-        Pack<X, N> rows_lo[BATCH], rows_hi[BATCH];
-#pragma unroll
-        for (int k = 0; k < BATCH; ++k) {
-            const int i = begin + k * segments;
-            if (i >= tile || !active) continue;
-            const Window<F> w = windows[i];
-            // Nearly every end cuts a row: loading one in vain is cheaper than a branch.
-            rows_lo[k] = load<X, N>(column + (w.left != 0 ? w.lo - 1 : w.lo) * stride);
-            rows_hi[k] = load<X, N>(column + (w.right != 0 ? w.hi + 1 : w.hi) * stride);
-        }
-#pragma unroll
-        for (int k = 0; k < BATCH; ++k) {
-            const int i = begin + k * segments;
-            F left = 0, right = 0;
-            if (i < tile && active) {
-                const Window<F> w = windows[i];
-                const Pack<F, N> d = widened<F>(dout(t0 + i));
-                const Pack<F, N> row_lo = widened<F>(rows_lo[k]), row_hi = widened<F>(rows_hi[k]);
-                for (int n = 0; n < N; ++n)
-                    left += d.v[n] * row_lo.v[n], right += d.v[n] * row_hi.v[n];
-                left = w.left != 0 ? left : 0, right = w.right != 0 ? right : 0;
-            }
-            for (int step = lanes / 2; step > 0; step /= 2) {
-                left += __shfl_xor_sync(0xffffffffu, left, step);
-                right += __shfl_xor_sync(0xffffffffu, right, step);
-            }
-            if (i < tile && threadIdx.x % lanes == 0) dots[2 * i] += left, dots[2 * i + 1] += right;
-        }
-    }
-}
-
-// The gradients of the offsets of a tile from the dots of all channels of the head.
-template <typename X, typename F>
-__device__ void store_offset_gradients(const Problem& p, int head, const F* dots,
-                                       const Window<F>* windows, int t0, int tile) {
-    const long long stride = static_cast<long long>(p.B) * p.C;
-    const long long channels = static_cast<long long>(head) * p.R;
-    const auto gradient = [&](F dot, F fraction, int t, int row, int max_rows) {
-        if (fraction != fraction) return fraction;
-        const F value = dot * static_cast<F>(p.scale * max_rows);
-        if (Types<X>::unit == 1 || value - value == 0) return value;
-        // Not finite. Products of bfloat16 numbers may be too large for a float, and their sum not.
-        const X* d = static_cast<const X*>(p.dout) + channels + t * stride;
-        const X* x = static_cast<const X*>(p.x) + channels + row * stride;
-        double exact = 0;
-#pragma unroll 1
-        for (int c = 0; c < p.R; ++c) exact += static_cast<double>(widen(d[c])) * widen(x[c]);
-        return static_cast<F>(exact * p.scale * max_rows);
-    };
-    for (int i = threadIdx.x; i < tile; i += blockDim.x) {
-        const long long at = static_cast<long long>(t0 + i) * p.B * p.H + head;
-        const Window<F> w = windows[i];
-        store_offset<X>(p, p.d_offset_left, at,
-                        gradient(dots[2 * i], w.left, t0 + i, w.lo - 1, p.max_left));
-        if (p.d_offset_right)
-            store_offset<X>(p, p.d_offset_right, at,
-                            gradient(dots[2 * i + 1], w.right, t0 + i, w.hi + 1, p.max_right));
-    }
-}
-
-// Moderate windows, before talk_backward where there is more than one tile: a thread tells the tiles
-// that a window touches, and that do not stage its time step, how far away that is.
-template <typename X> __device__ void reach(const Problem& p) {
-    using F = typename Types<X>::Compute;
-    const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
-    const int heads = p.B * p.H, head = at % heads;
-    if (at / heads >= p.T) return;
-    const int t = at / heads;
-    const Window<F> w = window_of<X, F>(p, t, head);
-    const int lo = w.lo - (w.left != 0), hi = w.hi + (w.right != 0);
-    for (int tile = lo / p.tile; tile <= hi / p.tile; ++tile) {
-        const int t0 = tile * p.tile, first = max(t0 - p.before, 0);
-        const int last = min(min(t0 + p.tile, p.T) + p.after, p.T);
-        int* both = p.reach + (static_cast<long long>(tile) * heads + head) * 2;
-        if (t < first) atomicMax(&both[0], first - t);
-        if (t >= last) atomicMax(&both[1], t + 1 - last);
-    }
-}
-
-// What time steps that are not staged add to a row: those with offsets far above 1. Slow and rare.
-template <typename X, int N> struct FarRows {
-    const Problem& p;
-    int head;
-    const X* dout;
-    bool active;
-    int t0, from, first, last, to;  // time steps from ... first - 1 and last ... to - 1
-
-    template <typename P> __device__ void operator()(int row, P& whole) const {
-        if (!active) return;
-#pragma unroll 1
-        for (int t = from; t < to; ++t) {
-            if (t == first) t = last;
-            if (t < to) add_step(t, t0 + row, whole);
-        }
-    }
-    __device__ void add_step(int t, int row, Pack<double, N>& whole) const {
-        const Window<double> w = window_of<X, double>(p, t, head);
-        double weight = row >= w.lo && row <= w.hi;
-        if (row == w.lo - 1) weight += w.left;
-        if (row == w.hi + 1) weight += w.right;
-        if (weight == 0) return;
-        weight *= Types<X>::unit;
-        const Pack<X, N> d = load<X, N>(dout + t * (static_cast<long long>(p.B) * p.C));
-        for (int n = 0; n < N; ++n) whole.v[n] += weight * wide(d, n);
-    }
-};
-
-template <typename X, int N> __device__ void backward(const Problem& p) {
-    using F = typename Types<X>::Compute;
-    using S = typename Types<X>::Sum;
-    const int lanes = p.lanes, lane = threadIdx.x % lanes;
-    const int segment = threadIdx.x / lanes, segments = blockDim.x / lanes;
-    const int head = blockIdx.x;
-    const int t0 = tile_start(p), tile = min(p.tile, p.T - t0);
-    const int first = max(t0 - p.before, 0), staged = min(t0 + tile + p.after, p.T) - first;
-    const int capacity = min(p.before + p.tile + p.after, p.T);
-    const long long stride = static_cast<long long>(p.B) * p.C;
-    const long long channels = static_cast<long long>(head) * p.R;
-
-    Shared shared = shared_memory();
-    Pack<X, N>* rows = shared.take<Pack<X, N>>(capacity * lanes);  // dout, for all lanes
-    Pack<double, N>* warps = shared.take<Pack<double, N>>(blockDim.x / 32 * lanes);
-    Window<F>* windows = shared.take<Window<F>>(capacity);
-    Entry<F>* entries = shared.take<Entry<F>>(2 * capacity);
-    F* dots = shared.take<F>(2 * p.tile);
-    int* starts = shared.take<int>(2 * p.tile + 2);
-    int* slots = shared.take<int>(4 * capacity);
-    int* sort_warps = shared.take<int>(blockDim.x / 32);
-    const Ends<F> ends{t0, tile, false, starts, entries};
-    constexpr int BATCH = 4;  // rows that a thread loads together
-    const int* far = p.reach;
-    if (far) far += (static_cast<long long>(blockIdx.z) * p.B * p.H + head) * 2;
-
-    for (int i = threadIdx.x; i < staged; i += blockDim.x)
-        windows[i] = window_of<X, F>(p, first + i, head);
-    for (int i = threadIdx.x; i < 2 * tile; i += blockDim.x) dots[i] = 0;
-    for (int c = lane * N; c - lane * N < p.R; c += lanes * N) {
-        const bool active = c < p.R;
-        const X* dout = static_cast<const X*>(p.dout) + channels + c;
-        const X* inside = active ? dout : dout - c;
-#pragma unroll 1
-        for (int begin = segment; begin < staged; begin += BATCH * segments) {
-            Pack<X, N> batch[BATCH];
-#pragma unroll
-            for (int k = 0; k < BATCH; ++k) {
-                const int i = min(begin + k * segments, staged - 1);
-                batch[k] = load<X, N>(inside + (first + i) * stride);
-            }
-#pragma unroll
-            for (int k = 0; k < BATCH; ++k) {
-                const int i = begin + k * segments;
-                if (i < staged) rows[i * lanes + lane] = active ? batch[k] : Pack<X, N>{};
-            }
-        }
-        if (c == lane * N)  // once for all the channels of the head
-            sort_ends(ends, windows, staged, slots, sort_warps);
-        __syncthreads();
-
-        const SharedRows<X, N> staged_rows{rows + lane, lanes};
-        const int from = min(segment * ROWS, tile), to = min(from + ROWS, tile);
-        const Pack<double, N> sum = sum_of_earlier_segments(
-            change<S, N>(ends, staged_rows, from, to), lanes, warps);
-        const FarRows<X, N> far_rows{p, head, dout, active, t0, first - (far ? far[0] : 0),
-                                     first, first + staged, first + staged + (far ? far[1] : 0)};
-        X* dx = static_cast<X*>(p.out) + channels + c;
-        const auto store_row = [=](int row, const Pack<F, N>& value) {
-            if (active) store(dx + (t0 + row) * stride, value, scale_of_sums<X>(p));
-        };
-        walk<S, N>(ends, staged_rows, from, to, sum, far_rows, store_row);
-        add_dots<X, F, N>(dots, windows + t0 - first, staged_rows, t0 - first, tile,
-                          static_cast<const X*>(p.x) + channels + c, stride, active, lanes);
-        __syncthreads();
-    }
-    store_offset_gradients<X>(p, head, dots, windows + t0 - first, t0, tile);
-}
-
-// Large windows, step 1: the ends of whole sequences, sorted, a thread to an end; and between the
-// first two kernels a block for each head of each sentence. Windows that start at row 0 are left
-// out: talk_changes adds them up.
-template <typename F> __device__ Ends<F> ends_of_head(const Problem& p, long long head) {
-    return Ends<F>{0, p.T, true, p.starts + head * (2LL * p.T + 2),
-                   static_cast<Entry<F>*>(p.entries) + head * (2LL * p.T)};
-}
-
-template <typename X, Step step> __device__ void sort_all_ends(const Problem& p) {
-    using F = typename Types<X>::Compute;
-    const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
-    const long long head = at / (2LL * p.T);
-    if (head >= static_cast<long long>(p.B) * p.H) return;
-    const int i = at % (2LL * p.T), t = i < p.T ? i : i - p.T;
-    const Window<F> w = window_of<X, F>(p, t, head);
-    sort_end<step>(ends_of_head<F>(p, head), w, i, p.T, p.slots + head * (4LL * p.T));
-}
-
-__device__ inline void start_ends(const Problem& p) {
-    int* warps = shared_memory().take<int>(blockDim.x / 32);
-    counts_to_starts<8>(p.starts + blockIdx.x * (2LL * p.T + 2), 2 * p.T + 2, warps);
-}
-
-// Large windows, step 2: by how much the running sum changes over each chunk of rows, and the sum
-// of dout over those time steps of the chunk whose windows start at row 0.
-template <typename X, int N> __device__ void changes(const Problem& p) {
-    using F = typename Types<X>::Compute;
-    using S = typename Types<X>::Sum;
-    const int lanes = p.lanes, lane = threadIdx.x % lanes, segment = threadIdx.x / lanes;
-    const int head = blockIdx.x;
-    const int from = min(tile_start(p) + segment * ROWS, p.T), to = min(from + ROWS, p.T);
-    const long long stride = static_cast<long long>(p.B) * p.C;
-    const Ends<F> ends = ends_of_head<F>(p, head);
-    Shared shared = shared_memory();
-    Pack<double, N>* warps = shared.take<Pack<double, N>>(blockDim.x / 32 * lanes);
-
-    for (int c = lane * N; c - lane * N < p.R; c += lanes * N) {
-        const long long at = static_cast<long long>(head) * p.R + c;
-        const GlobalRows<X, N> dout{static_cast<const X*>(p.dout) + at, stride};
-        Pack<double, N> total = {}, clipped = {};
-        if (c < p.R) {
-            total = change<S, N>(ends, dout, from, to);
-            for (int t = from; t < to; ++t)
-                if (window_of<X, F>(p, t, head).lo <= 0) add(clipped, dout(t));
-        }
-        add(total, sum_of_earlier_segments(total, lanes, warps));
-        __syncthreads();
-        add(clipped, sum_of_earlier_segments(clipped, lanes, warps));
-        __syncthreads();
-        if (c < p.R && segment == blockDim.x / lanes - 1)
-            for (int n = 0; n < N; ++n) {
-                p.totals[blockIdx.z * stride + at + n] = total.v[n];
-                p.clipped[blockIdx.z * stride + at + n] = clipped.v[n];
-            }
-    }
-}
-
-// Large windows, step 4 (step 3 is talk_scan_chunks): the rows of a chunk.
-struct NoFarRows {
-    template <typename P> __device__ void operator()(int, P&) const {}
-};
-
-template <typename X, int N> __device__ void backward_walk(const Problem& p) {
-    using F = typename Types<X>::Compute;
-    using S = typename Types<X>::Sum;
-    const int lanes = p.lanes, lane = threadIdx.x % lanes, segment = threadIdx.x / lanes;
-    const int head = blockIdx.x;
-    const int t0 = tile_start(p), tile = min(p.tile, p.T - t0);
-    const int from = min(t0 + segment * ROWS, t0 + tile), to = min(from + ROWS, t0 + tile);
-    const long long stride = static_cast<long long>(p.B) * p.C;
-    const Ends<F> ends = ends_of_head<F>(p, head);
-    Shared shared = shared_memory();
-    Pack<double, N>* warps = shared.take<Pack<double, N>>(blockDim.x / 32 * lanes);
-    Window<F>* windows = shared.take<Window<F>>(p.tile);
-    F* dots = shared.take<F>(2 * p.tile);
-    for (int i = threadIdx.x; i < tile; i += blockDim.x)
-        windows[i] = window_of<X, F>(p, t0 + i, head);
-    for (int i = threadIdx.x; i < 2 * tile; i += blockDim.x) dots[i] = 0;
-
-    for (int c = lane * N; c - lane * N < p.R; c += lanes * N) {
-        const bool active = c < p.R;
-        const long long at = static_cast<long long>(head) * p.R + c;
-        const GlobalRows<X, N> dout{static_cast<const X*>(p.dout) + at, stride};
-        Pack<double, N> sum = {};
-        if (active) sum = change<S, N>(ends, dout, from, to);
-        sum = sum_of_earlier_segments(sum, lanes, warps);
-        if (active) {
-            for (int n = 0; n < N; ++n) sum.v[n] += p.totals[blockIdx.z * stride + at + n];
-            X* dx = static_cast<X*>(p.out) + at;
-            walk<S, N>(ends, dout, from, to, sum, NoFarRows{}, [=](int t, const Pack<F, N>& value) {
-                store(dx + t * stride, value, scale_of_sums<X>(p));
-            });
-        }
-        add_dots<X, F, N>(dots, windows, dout, t0, tile, static_cast<const X*>(p.x) + at, stride,
-                          active, lanes);
-        __syncthreads();
-    }
-    store_offset_gradients<X>(p, head, dots, windows, t0, tile);
 }
 
 // ------------------------------------------------------------------------------------- decoding
@@ -1144,42 +1226,49 @@ template <typename X, int N> __device__ void update(const Problem& p) {
 
 // --------------------------------------------------------------------------------- entry points
 
-// Two blocks of so many threads share the 65,536 registers of a multiprocessor: 64 registers to a
-// thread of the forward kernel (in float64 it takes more), 72 to one of the backward kernel.
-
 // For one storage type X: kernels that move N channels at a time (`wide`: N divides R, and rows
 // are aligned), kernels for any R (`narrow`), and those that need not tell the two apart.
-#define TALK_WIDTH(type, X, N, BN)                                                \
-    TALK_KERNEL(talk_forward, type, Problem, MAX_THREADS, 2, (forward<X, N, LANES, Table<typename Types<X>::Compute, N, LANES>>(p)))       \
-    TALK_KERNEL(talk_forward_long, type, Problem, MAX_THREADS, sizeof(X) == 2 ? 1 : 2, (forward<X, N, LONG_LANES, Bases<typename Types<X>::Compute, N, SharedPrefix<double, N, LONG_LANES>>>(p)))     \
+#define TALK_WIDTH(type, X, N, UPDATE_N)                                                           \
+    TALK_KERNEL(talk_forward, type, Problem, MAX_THREADS, sizeof(X) == 8 ? 1 : 2,                  \
+                (forward<X, N, LANES, Table>(p)))                                                  \
+    TALK_KERNEL(talk_forward_long, type, Problem, LONG_THREADS, sizeof(X) == 2 ? 1 : 2,            \
+                (forward<X, N, LONG_LANES, SharedBases>(p)))                                       \
     TALK_KERNEL(talk_forward_sums, type, Problem, 256, 1, (forward_sums<X, N>(p)))                 \
     TALK_KERNEL(talk_forward_gather, type, Problem, 256, 1, (forward_gather<X, N>(p)))             \
-    TALK_KERNEL(talk_backward, type, Problem, BACKWARD_THREADS, 2, (backward<X, BN>(p)))           \
-    TALK_KERNEL(talk_changes, type, Problem, BACKWARD_THREADS, 1, (changes<X, BN>(p)))             \
-    TALK_KERNEL(talk_update, type, Problem, 128, 1, (update<X, BN>(p)))                            \
-    TALK_KERNEL(talk_backward_walk, type, Problem, BACKWARD_THREADS, 1, (backward_walk<X, BN>(p)))
-#define TALK_TYPE(type, X, N, BN)                                                 \
-    TALK_WIDTH(type##_wide, X, N, BN)                                             \
-    TALK_WIDTH(type##_narrow, X, 1, 1)                                                            \
-    TALK_KERNEL(talk_forward_bases, type, Problem, MAX_THREADS, 1,                                 \
-                (forward_bases<typename Types<X>::Compute>(p)))                                   \
-    TALK_KERNEL(talk_reach, type, Problem, 128, 1, (reach<X>(p)))                                          \
-    TALK_KERNEL(talk_count_ends, type, Problem, 128, 1, (sort_all_ends<X, Step::COUNT>(p)))                \
-    TALK_KERNEL(talk_start_ends, type, Problem, MAX_THREADS, 1, (start_ends(p)))                           \
-    TALK_KERNEL(talk_place_ends, type, Problem, 128, 1, (sort_all_ends<X, Step::PLACE>(p)))                \
-    TALK_KERNEL(talk_rank_ends, type, Problem, 128, 1, (sort_all_ends<X, Step::RANK>(p)))                  \
+    TALK_KERNEL(talk_update, type, Problem, 128, 1, (update<X, UPDATE_N>(p)))
+#define TALK_BACKWARD(type, X, N, LANES, ROWS, THREADS, blocks)                                    \
+    TALK_KERNEL(talk_backward, type, Problem, THREADS, blocks,                                     \
+                (backward<Pass::TILE, X, N, LANES, ROWS, THREADS>(p)))                             \
+    TALK_KERNEL(talk_backward_totals, type, Problem, THREADS, blocks,                              \
+                (backward<Pass::TOTALS, X, N, LANES, ROWS, THREADS>(p)))                           \
+    TALK_KERNEL(talk_backward_walk, type, Problem, THREADS, blocks,                                \
+                (backward<Pass::WALK, X, N, LANES, ROWS, THREADS>(p)))
+#define TALK_TYPE(type, X, N, UPDATE_N, LANES, ROWS)                                               \
+    TALK_WIDTH(type##_wide, X, N, UPDATE_N)                                                        \
+    TALK_WIDTH(type##_narrow, X, 1, 1)                                                             \
+    TALK_BACKWARD(type##_wide, X, N, LANES, ROWS, 448, sizeof(X) == 8 ? 1 : 2)                     \
+    TALK_KERNEL(talk_backward_short, type##_wide, Problem, 128, sizeof(X) == 8 ? 4 : 7,            \
+                (backward<Pass::TILE, X, N, LANES, ROWS, 128>(p)))                                 \
+    TALK_BACKWARD(type##_slim, X, N, 4, 4, 256, 2)                                                 \
+    TALK_BACKWARD(type##_narrow, X, 1, 32, 8, 448, 2)                                              \
+    TALK_KERNEL(talk_forward_bases, type, Problem, MAX_THREADS, 1, (forward_bases<X>(p)))          \
+    TALK_KERNEL(talk_reach, type, Problem, 128, 1, (reach<X>(p)))                                  \
+    TALK_KERNEL(talk_count_ends, type, Problem, 128, 1, (sort_all_ends<X, Step::COUNT>(p)))        \
+    TALK_KERNEL(talk_start_ends, type, Problem, MAX_THREADS, 1, (start_ends(p)))                   \
+    TALK_KERNEL(talk_place_ends, type, Problem, 128, 1, (sort_all_ends<X, Step::PLACE>(p)))        \
+    TALK_KERNEL(talk_rank_ends, type, Problem, 128, 1, (sort_all_ends<X, Step::RANK>(p)))          \
     TALK_KERNEL(talk_scan_chunks, type, Problem, 128, 1, (scan_chunks(p)))
 
 // The host compiles one type at a time (-DTALK_ONLY -DTALK_<type>); without, all of them are.
 #if !defined(TALK_ONLY) || defined(TALK_float64)
-TALK_TYPE(float64, double, 2, 2)
+TALK_TYPE(float64, double, 2, 2, 32, 8)
 #endif
 #if !defined(TALK_ONLY) || defined(TALK_float32)
-TALK_TYPE(float32, float, 4, 4)
+TALK_TYPE(float32, float, 4, 4, 16, 8)
 #endif
 #if !defined(TALK_ONLY) || defined(TALK_float16)
-TALK_TYPE(float16, float16, 8, 4)
+TALK_TYPE(float16, float16, 8, 4, 8, 4)
 #endif
 #if !defined(TALK_ONLY) || defined(TALK_bfloat16)
-TALK_TYPE(bfloat16, bfloat16, 8, 4)
+TALK_TYPE(bfloat16, bfloat16, 8, 4, 8, 4)
 #endif

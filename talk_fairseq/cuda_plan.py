@@ -20,12 +20,12 @@ NAMES = {
 
 _CONSTANTS = constants("talk_conv.cu")
 _LANES, _LONG_LANES = _CONSTANTS["LANES"], _CONSTANTS["LONG_LANES"]
-_ROWS, _UNIT = _CONSTANTS["ROWS"], _CONSTANTS["UNIT"]
-_MAX_THREADS, _BACKWARD_THREADS = _CONSTANTS["MAX_THREADS"], _CONSTANTS["BACKWARD_THREADS"]
+_ROWS, _UNIT, _REACH = _CONSTANTS["ROWS"], _CONSTANTS["UNIT"], _CONSTANTS["REACH"]
+_MAX_THREADS, _LONG_THREADS = _CONSTANTS["MAX_THREADS"], _CONSTANTS["LONG_THREADS"]
 
 # Channels that a thread of a `wide` kernel moves at a time.
 _FORWARD_WIDTH = {"float64": 2, "float32": 4, "float16": 8, "bfloat16": 8}
-_BACKWARD_WIDTH = {"float64": 2, "float32": 4, "float16": 4, "bfloat16": 4}
+_UPDATE_WIDTH = {"float64": 2, "float32": 4, "float16": 4, "bfloat16": 4}
 
 _TILE = 256  # rows of a tile or chunk, unless memory is short
 # Rows of a forward tile with its halo: three blocks to a multiprocessor, two of the wider halves.
@@ -69,7 +69,7 @@ def plan_forward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right)
         granule = 32 // lanes * _ROWS  # rows of a warp
         rows = min(staged, _ceil(T + 2, granule) * granule)  # a short sequence stages less
         tile = min(tile, T)
-        threads = min(_MAX_THREADS, rows // _ROWS * lanes)
+        threads = min(_LONG_THREADS if kind else _MAX_THREADS, rows // _ROWS * lanes)
         sizes = {"before": before, "tile": tile, "units": rows // _UNIT, "spans": spans}
         blocks = (heads, _ceil(R, lanes * width), _ceil(T, tile))
         launch = (f"talk_forward{kind}_{kernel}", blocks, threads, needed(rows, tile))
@@ -115,78 +115,68 @@ def plan_forward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right)
 def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right):
     """The backward pass, for blocks with up to `shared_memory` bytes."""
     name, R, heads = NAMES[dtype], C // H, B * H
-    kernel, width = _kernel(_BACKWARD_WIDTH, name, R, aligned)
     number = 8 if dtype == torch.float64 else 4  # bytes of what is computed in
-    lanes = min(32, 1 << (_ceil(R, width) - 1).bit_length())
-    # Bytes of a staged row (dout, its window, two ends and four slots) and of a row of the tile.
-    staged_row = lanes * width * dtype.itemsize + (8 + 2 * number) + 2 * 2 * number + 16
-    tile_row = 2 * number + 2 * 4
+    kind, kernel, width, lanes, rows, threads = _backward_kernel(dtype, T, R, aligned)
+    most = threads // lanes * rows  # of a tile
 
-    def shared_bytes(tile, staged, threads):
-        warps = threads // 32 * lanes * width * 8
-        return staged * staged_row + tile * tile_row + warps + 256  # 256: of the sort, and rounding
+    def shared_bytes(staged):
+        pieces = [2 * threads * width * number, 2 * most * number, 8 * most]
+        if staged:
+            end = 16 if number == 4 else 24
+            pieces += [4 * (most + 1), 4 * 32, 2 * 4, (8 + 2 * number) * _REACH]
+            row = lanes * width * dtype.itemsize
+            pieces += [staged * row, 2 * end * staged, 4 * staged]
+        return _bytes(*pieces)
 
-    def fits(tile, staged, memory):
-        return shared_bytes(tile, staged, _BACKWARD_THREADS) <= memory
-
-    # One kernel, as long as a tile and its halo fit: twice on a multiprocessor if possible, where
-    # each block takes 1 KiB besides.
-    twice = shared_memory // 2 - 1024
+    # One kernel, as long as the sequence fits, or a tile and its halo: twice on a multiprocessor if
+    # half of the threads have rows then; each block takes 1 KiB besides. The tiles follow from the
+    # windows alone, so that a sentence's bits do not depend on the padding behind it.
     before, after = _halo(max_right), _halo(max_left)
-    most = min(_TILE, _BACKWARD_THREADS // lanes * _ROWS)
-    tiles = range(most, 63, -16)
-    tile = next(
-        (
-            tile
-            for memory in (twice, shared_memory)
-            for tile in tiles
-            if before + after <= 2 * tile and fits(tile, before + tile + after, memory)
-        ),
-        0,
+    tiles = (
+        tile
+        for memory, least in ((shared_memory // 2 - 1024, most // 2), (shared_memory, 64))
+        for tile in range(most, least - 1, -16)
+        if before + after <= 2 * tile and shared_bytes(before + tile + after) <= memory
     )
-    if tile == 0 and T <= most and fits(T, T, shared_memory):
-        tile, before, after = T, 0, 0  # or if the whole sequence fits
+    tile = most if T <= most and shared_bytes(T + 3) <= shared_memory else next(tiles, 0)
     if tile:
-        tile = min(tile, T)
-        sizes = {"before": before, "after": after, "tile": tile, "lanes": lanes}
-        threads = _whole_warps(_ceil(tile, _ROWS) * lanes)
-        shared = shared_bytes(tile, min(before + tile + after, T), threads)
-        launch = (f"talk_backward_{kernel}", (heads, 1, _ceil(T, tile)), threads, shared)
-        if tile == T:
+        staged = _ceil(min(before + tile + after, T), 4) * 4
+        sizes = {"before": before, "after": after, "tile": tile, "staged": staged}
+        blocks = (heads, 1, _ceil(T, tile))
+        launch = (f"talk_backward{kind}_{kernel}", blocks, threads, shared_bytes(staged))
+        if tile >= T:
             return Plan(sizes, {}, (launch,))
-        workspace = {"reach": (2 * heads * _ceil(T, tile), torch.int32)}
-        reach = (f"talk_reach_{name}", (_ceil(heads * T, 128), 1, 1), 128, 0)
-        return Plan(sizes, workspace, (reach, launch))
+        units = _ceil(T, _REACH) * heads
+        reach = (f"talk_reach_{name}", (_ceil(units, 128), 1, 1), 128, 0)
+        return Plan(sizes, {"reach": (2 * units, torch.int32)}, (reach, launch))
 
-    tile = min(_TILE, _BACKWARD_THREADS // lanes * _ROWS)
-    chunks = _ceil(T, tile)
-    threads = _whole_warps(_ceil(tile, _ROWS) * lanes)
-    warps = threads // 32 * lanes * width * 8
-    shared = _bytes(warps, tile * (8 + 2 * number), tile * 2 * number)
+    chunks = _ceil(T, most)
+    buckets = chunks * most + 1
     workspace = {
         "totals": (chunks * B * C, torch.float64),
         "clipped": (chunks * B * C, torch.float64),
-        "starts": (heads * (2 * T + 2), torch.int32),
+        "starts": (heads * buckets, torch.int32),
         "slots": (heads * 4 * T, torch.int32),
-        "entries": (heads * 2 * T * number // 4, torch.float64),
+        "entries": (heads * 2 * T * (2 if number == 4 else 3), torch.float64),
     }
-    ends = (_ceil(heads * 2 * T, 128), 1, 1)
+    ends = (_ceil(heads * T, 128), 1, 1)
+    chunk = ((heads, 1, chunks), threads, shared_bytes(0))
     launches = (
         (f"talk_count_ends_{name}", ends, 128, 0),
-        (f"talk_start_ends_{name}", (heads, 1, 1), 512, _bytes(512 // 32 * 4)),
+        (f"talk_start_ends_{name}", (heads, 1, 1), 512, 4 * 32),
         (f"talk_place_ends_{name}", ends, 128, 0),
         (f"talk_rank_ends_{name}", ends, 128, 0),
-        (f"talk_changes_{kernel}", (heads, 1, chunks), threads, _bytes(warps)),
+        (f"talk_backward_totals_{kernel}", *chunk),
         (f"talk_scan_chunks_{name}", (_ceil(B * C, 128), 1, 1), 128, 0),
-        (f"talk_backward_walk_{kernel}", (heads, 1, chunks), threads, shared),
+        (f"talk_backward_walk_{kernel}", *chunk),
     )
-    return Plan({"tile": tile, "lanes": lanes}, workspace, launches)
+    return Plan({"tile": most, "buckets": buckets}, workspace, launches)
 
 
 @functools.lru_cache(maxsize=4096)
 def plan_update(dtype, aligned, B, C, H):
     """A step of decoding, or several."""
-    kernel, width = _kernel(_BACKWARD_WIDTH, NAMES[dtype], C // H, aligned)
+    kernel, width = _kernel(_UPDATE_WIDTH, NAMES[dtype], C // H, aligned)
     blocks = (_ceil(B * C // width, 128), 1, 1)
     return Plan({}, {}, ((f"talk_update_{kernel}", blocks, 128, 0),))
 
@@ -194,7 +184,7 @@ def plan_update(dtype, aligned, B, C, H):
 @functools.lru_cache(maxsize=4096)
 def plan_short_forward(dtype, aligned, T, B, C, taps, left):
     """The forward pass of a short convolution."""
-    kernel, width = _kernel(_BACKWARD_WIDTH, NAMES[dtype], C, aligned)
+    kernel, width = _kernel(_UPDATE_WIDTH, NAMES[dtype], C, aligned)
     blocks = (_ceil(_ceil(T, _SHORT_FORWARD) * B * (C // width), 128), 1, 1)
     numbers = {"taps": taps, "left": left, "rows": _SHORT_FORWARD}
     return Plan(numbers, {}, ((f"talk_short_forward_{kernel}", blocks, 128, 0),))
@@ -203,7 +193,7 @@ def plan_short_forward(dtype, aligned, T, B, C, taps, left):
 @functools.lru_cache(maxsize=4096)
 def plan_short_backward(dtype, aligned, T, B, C, taps, left):
     """The backward pass of a short convolution: runs, and the sum over them."""
-    kernel, width = _kernel(_BACKWARD_WIDTH, NAMES[dtype], C, aligned)
+    kernel, width = _kernel(_UPDATE_WIDTH, NAMES[dtype], C, aligned)
     rows = min(max(_SHORT_BACKWARD, _ceil(T * B, 512)), _SHORT_MOST)  # some 512 runs or more
     runs = _ceil(T, rows) * B
     launches = (
@@ -220,6 +210,19 @@ def _kernel(widths, dtype, channels, aligned):
     return (f"{dtype}_wide", widths[dtype]) if wide else (f"{dtype}_narrow", 1)
 
 
+def _backward_kernel(dtype, T, R, aligned):
+    """Both ends of a kernel's name; channels and rows of a thread, lanes and threads of a block."""
+    name, width = NAMES[dtype], 16 // dtype.itemsize
+    if not aligned or R % width:
+        return "", f"{name}_narrow", 1, 32, 8, 448
+    if R <= 4 * width:
+        return "", f"{name}_slim", width, 4, 4, 256
+    lanes, rows = 64 // width, min(8, 32 // width)
+    if T <= 128 // lanes * rows:
+        return "_short", f"{name}_wide", width, lanes, rows, 128
+    return "", f"{name}_wide", width, lanes, rows, 448
+
+
 def _halo(size):
     """Rows to stage for a window of `size`: offsets up to 1.25 (dropout of 0.2) still fit."""
     return size + size // 4 + 1
@@ -227,10 +230,6 @@ def _halo(size):
 
 def _ceil(a, b):
     return -(-a // b)
-
-
-def _whole_warps(threads):
-    return _ceil(threads, 32) * 32
 
 
 def _bytes(*pieces):

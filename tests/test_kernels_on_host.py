@@ -133,10 +133,23 @@ def test_halves_with_float32_offsets(dtype):
     check(Host(), example(65, 3, 3, 8, dtype, torch.float32), 31, 31)
 
 
-@pytest.mark.parametrize("R", [1, 3, 4, 8, 12, 64, 200])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("R", [1, 3, 4, 8, 12, 16, 32, 64, 72, 128, 200])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_channels_of_a_head(R, dtype):
     check(Host(), example(37, 1, 3, R, dtype), 7, 5)
+
+
+@pytest.mark.parametrize("R", [16, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_windows_that_are_open_before_a_tile(R, dtype):
+    """Many of them, over several tiles, and ends of many windows at one row."""
+    dout, x, left, right = example(600, 1, 1, R, dtype, torch.float32 if dtype in HALVES else None)
+    time = torch.arange(600).view(600, 1, 1)
+    left[100:160] = (time[100:160] - 95.25) / 60  # all of them cut row 94
+    right[200:260] = (270.75 - time[200:260]) / 60
+    host = Host()
+    check(host, (dout, x, left, right), 60, 60)
+    assert sum("talk_backward" in name for name in host.launched) == 1
 
 
 @pytest.mark.parametrize("windows", [(0, 0), (1, 0), (0, 1), (1, 1), (3, 31), (100, 100)])
@@ -187,11 +200,12 @@ def test_windows_of_all_sizes(kernel, windows, T, shared_memory):
     assert any(name.startswith(kernel) for name in host.launched)
 
 
-@pytest.mark.parametrize("T", [35, 460])
-def test_large_windows_take_one_tile_or_global_memory(T):
+@pytest.mark.parametrize("T", [35, 64, 65, 224, 225, 460])
+def test_short_sequences_and_windows_beyond_shared_memory(T):
     host = Host()
-    check(host, example(T, 1, 1, 4), 1000, 900)
-    assert any("walk" in name for name in host.launched) == (T > 256)
+    check(host, example(T, 1, 1, 20), 1000, 900)
+    assert any("backward_short" in name for name in host.launched) == (T <= 64)
+    assert any("walk" in name for name in host.launched) == (T > 224)
 
 
 @pytest.mark.parametrize("shared_memory", [48 * 1024, SHARED_MEMORY])
@@ -210,6 +224,17 @@ def test_tiles_of_several_heads_and_sentences():
     host = Host()
     check(host, (dout, x, left, right), 9, 12)
     assert any("reach" in name for name in host.launched)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_far_windows_on_both_sides(dtype):
+    """Of several heads, from the first tile to the last and back, beside ordinary ones."""
+    dout, x, left, right = example(700, 1, 4, 8, dtype, torch.float32)
+    left[650:, 0, 1], right[:9, 0, 1], right[3:300:50, 0, 2] = 70, 80.3, 21.7
+    left[300::31, 0, 3] *= 20
+    host = Host()
+    check(host, (dout, x, left, right), 9, 8)
+    assert host.launched[1].startswith("talk_reach")
 
 
 @pytest.mark.parametrize("shared_memory", [0, SHARED_MEMORY])
@@ -345,7 +370,7 @@ def test_short_convolutions(K, left, shape, dtype):
     x, dout, weight = (torch.randn(*size).to(dtype) for size in (shape, shape, (K, shape[2])))
     host = Host()
     check_short_conv(host.short_conv(x, weight, dout, left), short_conv(x, weight, dout, left))
-    wide = shape[2] % cuda_plan._BACKWARD_WIDTH[str(dtype).removeprefix("torch.")] == 0
+    wide = shape[2] % cuda_plan._UPDATE_WIDTH[str(dtype).removeprefix("torch.")] == 0
     assert sum("wide" in name for name in host.launched) == 2 * wide
 
 
