@@ -644,55 +644,45 @@ template <typename F> struct Tile {
 };
 
 // Sorts the ends of the windows: counts them by row, places them in any order, and then ranks those
-// of a row. A thread holds up to ITEMS windows.
-template <int ITEMS, typename X, typename F>
+// of a row. A thread holds one window; `buckets` is at most the number of threads and 1.
+template <typename X, typename F>
 __device__ void sort_ends(const Problem& p, int head, const Tile<F>& tile, int buckets) {
-    int row[2 * ITEMS], slot[2 * ITEMS] = {}, open[ITEMS] = {};
-    End<F> ends[2 * ITEMS] = {};
-    for (int i = threadIdx.x; i < buckets; i += blockDim.x) tile.starts[i] = 0;
+    const int i = threadIdx.x, own = tile.first + i - tile.t0;
+    int row[2] = {-1, -1}, slot[2], open = 0;
+    End<F> ends[2];
+    for (int bucket = i; bucket < buckets; bucket += blockDim.x) tile.starts[bucket] = 0;
     __syncthreads();
-#pragma unroll
-    for (int k = 0; k < ITEMS; ++k) {
-        const int i = threadIdx.x + k * blockDim.x, own = tile.first + i - tile.t0;
-        row[2 * k] = row[2 * k + 1] = -1;
-        if (i >= tile.staged) continue;
+    if (i < tile.staged) {
         const Window<F> w = window_of<X, F>(p, tile.first + i, head);
         if (own >= 0 && own < tile.rows) tile.cuts[own] = cuts_of(w);
 #pragma unroll
-        for (int e = 2 * k; e < 2 * k + 2; ++e) {
-            row[e] = row_of_end(w, e % 2) - tile.t0;
-            ends[e] = end_of<X>(w, e % 2, i);
+        for (int e = 0; e < 2; ++e) {
+            row[e] = row_of_end(w, e) - tile.t0;
+            ends[e] = end_of<X>(w, e, i);
             if (row[e] >= tile.rows) row[e] = -1;
             if (row[e] >= 0) slot[e] = atomicAdd(tile.starts + row[e], 1);
         }
-        open[k] = w.lo - 1 < tile.t0 && w.hi + 1 >= tile.t0;
+        open = w.lo - 1 < tile.t0 && w.hi + 1 >= tile.t0;
     }
-    int sum = 0;  // of ends, and 65,536 times that of open windows
-#pragma unroll
-    for (int k = 0; k < ITEMS; ++k) {
-        const int i = threadIdx.x + k * blockDim.x;
-        if (k > 0 && k * blockDim.x >= max(tile.staged, buckets)) break;
-        __syncthreads();
-        int total;
-        const int own = (i < buckets ? tile.starts[i] : 0) + (open[k] << 16);
-        const int before = sum + sum_before(own, tile.warps, total);
-        if (i < buckets) tile.starts[i] = before & 0xffff;
-        if (open[k]) tile.opens[before >> 16] = i;
-        sum += total;
-    }
-    if (threadIdx.x == 0) *tile.open_windows = sum >> 16;
+    __syncthreads();
+    int total;  // of ends, and 65,536 times that of open windows
+    const int count = (i < buckets ? tile.starts[i] : 0) + (open << 16);
+    const int before = sum_before(count, tile.warps, total);
+    if (i < buckets) tile.starts[i] = before & 0xffff;
+    if (open) tile.opens[before >> 16] = i;
+    if (i == 0) tile.starts[buckets - 1] = total & 0xffff, *tile.open_windows = total >> 16;
     __syncthreads();
 #pragma unroll
-    for (int e = 0; e < 2 * ITEMS; ++e)
-        if (row[e] >= 0) tile.unordered[tile.starts[row[e]] + slot[e]] = 2 * ends[e].t + e % 2;
+    for (int e = 0; e < 2; ++e)
+        if (row[e] >= 0) tile.unordered[tile.starts[row[e]] + slot[e]] = 2 * i + e;
     __syncthreads();
 #pragma unroll
-    for (int e = 0; e < 2 * ITEMS; ++e) {
+    for (int e = 0; e < 2; ++e) {
         if (row[e] < 0) continue;
         int rank = tile.starts[row[e]];
         const int end = tile.starts[row[e] + 1];
 #pragma unroll 1
-        for (int k = rank; k < end; ++k) rank += tile.unordered[k] < 2 * ends[e].t + e % 2;
+        for (int k = rank; k < end; ++k) rank += tile.unordered[k] < 2 * i + e;
         tile.ends[rank] = ends[e];
     }
 }
@@ -809,25 +799,36 @@ __device__ F gradient_of_offset(const Problem& p, int head, F dot, int t, int cu
 
 // Moderate windows, where there is more than one tile: of every REACH time steps, which rows the
 // windows touch that are larger than a halo (offsets above 1.25). Nearly always there are none.
+// A block takes 32 heads, and each of its warps a part of the time steps.
 template <typename X> __device__ void reach(const Problem& p) {
     using F = typename Types<X>::Compute;
-    const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
-    const int heads = p.B * p.H, head = at % heads;
-    if (at / heads * REACH >= p.T) return;
-    const int t0 = at / heads * REACH, end = min(t0 + REACH, p.T);
-    bool far = false;
-#pragma unroll 8
-    for (int t = t0; t < end; ++t) {
-        const Offsets<X> offsets = offsets_of<X>(p, t, head);
-        const double left = offsets.left, right = offsets.right;
-        far |= (left * p.max_left >= p.after) | (right * p.max_right >= p.before);
-    }
+    constexpr int WARPS = 4, PART = REACH / WARPS;
+    const int heads = p.B * p.H, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int head = blockIdx.z * 32 + lane, t0 = blockIdx.x * REACH + warp * PART;
+    Offsets<X> offsets[PART];
+#pragma unroll
+    for (int i = 0; i < PART; ++i)
+        offsets[i] = offsets_of<X>(p, min(t0 + i, p.T - 1), min(head, heads - 1));
+    Pack<int, 2>* parts = shared_memory().take<Pack<int, 2>>(32 * WARPS);
     Pack<int, 2> rows = {{p.T, -1}};
-    for (int t = t0; far && t < end; ++t) {
-        const Window<F> w = window_of<X, F>(p, t, head);
+#pragma unroll
+    for (int i = 0; i < PART; ++i) {
+        const int t = min(t0 + i, p.T - 1);
+        const double left = offsets[i].left, right = offsets[i].right;
+        if (left * p.max_left < p.after && right * p.max_right < p.before) continue;
+        const Window<F> w = window_of<X, F>(p, t, offsets[i]);
         if (w.lo - 1 >= t - p.after && w.hi + 1 <= t + p.before) continue;
         rows.v[0] = min(rows.v[0], w.lo - 1), rows.v[1] = max(rows.v[1], w.hi + 1);
     }
+    parts[threadIdx.x] = rows;
+    __syncthreads();
+    if (warp > 0 || head >= heads) return;
+#pragma unroll
+    for (int k = 1; k < WARPS; ++k) {
+        const Pack<int, 2> other = parts[lane + 32 * k];
+        rows.v[0] = min(rows.v[0], other.v[0]), rows.v[1] = max(rows.v[1], other.v[1]);
+    }
+    const long long at = static_cast<long long>(blockIdx.x) * heads + head;
     reinterpret_cast<Pack<int, 2>*>(p.reach)[at] = rows;
 }
 
@@ -993,7 +994,6 @@ __device__ inline void start_ends(const Problem& p) {
 template <Pass pass, typename X, int N, int LANES, int ROWS_, int THREADS>
 __device__ void backward(const Problem& p) {
     using F = typename Types<X>::Compute;
-    constexpr int ITEMS = (3 * ROWS_ + LANES - 1) / LANES;  // at most 3 rows are staged for one
     constexpr int SEGMENTS = THREADS / LANES;
     constexpr int UNROLL = pass == Pass::WALK && N < 8 ? 2 : 1;  // loads from global memory
     const int lane = threadIdx.x % LANES, segment = threadIdx.x / LANES;
@@ -1040,7 +1040,7 @@ __device__ void backward(const Problem& p) {
     };
     if constexpr (pass == Pass::TILE) {
         stage<LANES, SEGMENTS>(staged + lane, global(lane * N), tile.first, tile.staged);
-        sort_ends<ITEMS, X>(p, head, tile, SEGMENTS * ROWS_ + 1);
+        sort_ends<X>(p, head, tile, SEGMENTS * ROWS_ + 1);
         if (p.reach)
 #pragma unroll 1
             for (int t = threadIdx.x * REACH; t < p.T; t += THREADS * REACH)

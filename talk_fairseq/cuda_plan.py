@@ -71,7 +71,7 @@ def plan_forward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right)
         tile = min(tile, T)
         threads = min(_LONG_THREADS if kind else _MAX_THREADS, rows // _ROWS * lanes)
         sizes = {"before": before, "tile": tile, "units": rows // _UNIT, "spans": spans}
-        blocks = (heads, _ceil(R, lanes * width), _ceil(T, tile))
+        blocks = (heads, _ceil(R, lanes * width), _tiles(T, tile))
         launch = (f"talk_forward{kind}_{kernel}", blocks, threads, needed(rows, tile))
         return Plan(sizes, {}, (launch,))
 
@@ -106,7 +106,7 @@ def plan_forward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right)
     launches = (
         (f"talk_forward_sums_{kernel}", (heads, slabs, _ceil(units * _UNIT, _TILE)), threads, 0),
         (f"talk_forward_bases_{name}", (_ceil(B * C, 32), 1, 1), 512, 512 * 8),
-        (f"talk_forward_gather_{kernel}", (heads, slabs, _ceil(T, _TILE)), threads, _TILE * span),
+        (f"talk_forward_gather_{kernel}", (heads, slabs, _tiles(T, _TILE)), threads, _TILE * span),
     )
     return Plan({"tile": _TILE, "units": units}, workspace, launches)
 
@@ -136,21 +136,22 @@ def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right
         tile
         for memory, least in ((shared_memory // 2 - 1024, most // 2), (shared_memory, 64))
         for tile in range(most, least - 1, -16)
-        if before + after <= 2 * tile and shared_bytes(before + tile + after) <= memory
+        if before + after <= min(2 * tile, threads - tile)  # a thread to a window
+        and shared_bytes(before + tile + after) <= memory
     )
     tile = most if T <= most and shared_bytes(T + 3) <= shared_memory else next(tiles, 0)
     if tile:
         staged = _ceil(min(before + tile + after, T), 4) * 4
         sizes = {"before": before, "after": after, "tile": tile, "staged": staged}
-        blocks = (heads, 1, _ceil(T, tile))
+        blocks = (heads, 1, _tiles(T, tile))
         launch = (f"talk_backward{kind}_{kernel}", blocks, threads, shared_bytes(staged))
         if tile >= T:
             return Plan(sizes, {}, (launch,))
-        units = _ceil(T, _REACH) * heads
-        reach = (f"talk_reach_{name}", (_ceil(units, 128), 1, 1), 128, 0)
-        return Plan(sizes, {"reach": (2 * units, torch.int32)}, (reach, launch))
+        units = _ceil(T, _REACH)
+        reach = (f"talk_reach_{name}", (units, 1, _ceil(heads, 32)), 128, 128 * 8)
+        return Plan(sizes, {"reach": (2 * units * heads, torch.int32)}, (reach, launch))
 
-    chunks = _ceil(T, most)
+    chunks = _tiles(T, most)
     buckets = chunks * most + 1
     workspace = {
         "totals": (chunks * B * C, torch.float64),
@@ -226,6 +227,13 @@ def _backward_kernel(dtype, T, R, aligned):
 def _halo(size):
     """Rows to stage for a window of `size`: offsets up to 1.25 (dropout of 0.2) still fit."""
     return size + size // 4 + 1
+
+
+def _tiles(T, tile):
+    """Blocks along time, which CUDA bounds."""
+    if T > 65535 * tile:
+        raise ValueError(f"x: expected at most {65535 * tile:,} time steps on CUDA, got {T:,}")
+    return _ceil(T, tile)
 
 
 def _ceil(a, b):

@@ -35,21 +35,21 @@ class Bound(NamedTuple):
     spills: int = 0  # bytes stored and loaded for want of registers
 
 
-BOUNDS = {
-    "talk_forward_float32_wide": Bound(73.3, 64, 48_432),
-    "talk_forward_float16_wide": Bound(40.0, 64, 46_496),
-    "talk_forward_bfloat16_wide": Bound(45.6, 64, 46_496),
-    "talk_backward_float32_wide": Bound(132.7, 72, 102_816),
-    "talk_backward_float16_wide": Bound(140.9, 72, 64_160),
-    "talk_backward_bfloat16_wide": Bound(151.9, 72, 64_160, spills=28),
+BOUNDS = {  # some 3% above what it costs
+    "talk_forward_float32_wide": Bound(29.2, 64, 51_248),
+    "talk_forward_float16_wide": Bound(25.7, 64, 108_592),
+    "talk_forward_bfloat16_wide": Bound(27.2, 64, 108_592),
+    "talk_backward_float32_wide": Bound(59.0, 72, 108_256),
+    "talk_backward_float16_wide": Bound(60.6, 72, 83_680),
+    "talk_backward_bfloat16_wide": Bound(60.6, 72, 83_680),
 }
 LANES = {  # threads across the channels of a row
     "talk_forward_float32_wide": 8,
     "talk_forward_float16_wide": 8,
     "talk_forward_bfloat16_wide": 8,
     "talk_backward_float32_wide": 16,
-    "talk_backward_float16_wide": 16,
-    "talk_backward_bfloat16_wide": 16,
+    "talk_backward_float16_wide": 8,
+    "talk_backward_bfloat16_wide": 8,
 }
 NVRTC = (12, 9)  # another one makes other code, with other loops
 T, B, C, H = SIZES = 10_000, 10, 1024, 16
@@ -61,43 +61,38 @@ SHARED_MEMORY = 227 * 1024  # bytes that a block may have on sm_90
 
 
 def forward_loops(s):
+    units, spans = s.sizes["units"], s.sizes["spans"]
     return [
-        Loop("the scan of a warp", "SHFL", math.log2(32 / s.lanes)),
-        Loop("earlier warps", "LDS", (s.warps - 1) / 2),
-        Loop("outputs", "STG", s.tile / s.segments, rare="LDG"),
-        Loop("a slow window: its rows", "LDG", 0),
-        Loop("a slow window: rows behind the tile", "LDG", 0),
+        Loop("units of the table", "STS", units / s.segments),
+        Loop("four entries of a unit", "STS", spans / 4),
+        Loop("outputs", "STG", s.tile / s.segments),
+        Loop("far windows", "STG", 0),
+        Loop("rows of a far window", "LDG", 0),
+        Loop("units of a far window", "LDS", 0),
     ]
 
 
 def backward_loops(s):
-    batch = 2 if s.dtype == "float32" else 3
+    rows = 8 if s.dtype == "float32" else 4  # of a segment
+    open_windows = 31  # at the first row of a tile
+    rank = (1 + s.most(2, 32)) * math.ceil(s.staged / 32) / (s.threads / 32)
     return [
-        Loop("windows", "LDG", s.staged / s.threads),
-        Loop("dots = 0", "STS", 2 * s.tile / s.threads),
-        Loop("channels", "STG", 1),
         Loop("rows of dout", "LDG", s.staged / s.segments / 4),
-        Loop("starts = 0", "STS", 2 * s.tile / s.threads),
-        Loop("count ends", "ATOMS", 2 * s.staged / s.threads),
-        Loop("counts to starts", "SHFL", 1),
-        Loop("16 earlier warps", "LDS", s.warps // 16),
-        Loop("4 earlier warps", "LDS", s.warps % 8 // 4),
-        Loop("place ends", "STS", 2 * s.staged / s.threads),
-        Loop("rank ends", "STS", 2 * s.staged / s.threads),
-        Loop("16 ends of a bucket", "LDS", 0),
-        Loop("change of 8 rows: 2 left ends", "LDS", s.ends(8) / 2),
-        Loop("change of 8 rows: 2 right ends", "LDS", s.ends(8) / 2),
-        Loop("the scan of a warp", "SHFL", math.log2(32 / s.lanes)),
-        Loop("earlier warps", "LDS", (s.warps - 1) / 2),
-        Loop("left ends of the first row", "LDS", s.ends(1)),
-        Loop("walk of 8 rows", "STG", 8),
-        Loop("right ends of a row", "LDS", s.ends(1)),
-        Loop("left ends of a row", "LDS", s.ends(1)),
-        Loop("far rows", "LDG", 0),
-        Loop("dots of some windows", "LDG", math.ceil(s.tile / s.segments / batch)),
-        *[Loop("lanes", "SHFL", math.log2(s.lanes))] * batch,
-        Loop("gradients of offsets", "STG", s.tile / s.threads),
-        *[Loop("a gradient that is not finite", "LDG", 0)] * (2 if s.dtype == "bfloat16" else 0),
+        Loop("starts = 0", "STS", rows * s.segments / s.threads),
+        *[Loop("ends at the row of an end", "LDS", rank)] * 2,
+        Loop("reach of 32 time steps", "LDG", T / 32 / s.threads),
+        Loop("channels", "STG", 1),
+        Loop("rows of dout for more channels", "LDG", 0),
+        Loop("open windows", "LDS", open_windows / s.segments),
+        *[Loop("ends of a row", "LDS", s.most(2, 32 // s.lanes))] * rows,
+        Loop("the scan of segments", "STS", 64 / s.threads),
+        Loop("4 sums of open windows", "LDS", s.segments / 4),
+        Loop("4 segments", "STS", s.segments / 4),
+        Loop("far windows", "LDG", 0),
+        Loop("one far window", "LDG", 0),
+        *[Loop("dots of 4 time steps", "SHFL", rows / 4)] * (rows > 4),
+        Loop("gradients of offsets", "STG", 2 * s.tile / s.threads),
+        *[Loop("a gradient that is not finite", "LDG", 0)] * (s.dtype == "bfloat16"),
     ]
 
 
@@ -112,21 +107,21 @@ class Sizes:
         self.kernel, blocks, self.threads, self.shared = plan.launches[-1]
         self.dtype = NAMES[dtype]
         assert self.kernel == f"talk_{direction}_{self.dtype}_wide"
-        self.tile = plan.sizes["tile"]
+        self.sizes, self.tile = plan.sizes, plan.sizes["tile"]
         self.elements = self.tile * math.ceil(T / self.tile) * B * C / math.prod(blocks)
-        self.staged = plan.sizes["before"] + self.tile + plan.sizes["after"]
+        self.staged = plan.sizes.get("staged")
         self.lanes = LANES[self.kernel]
-        self.segments, self.warps = self.threads // self.lanes, self.threads // 32
-        self.segments_together = 1 if one_thread else 32 // self.lanes
+        self.segments, self.one_thread = self.threads // self.lanes, one_thread
 
-    def ends(self, rows):
-        """Left (or right) ends at so many rows. There is one a row on average, and their number
-        is about a Poisson number; a warp turns as often as that of its segments which has most."""
-        expected, below, chance = 0, 0, math.exp(-rows)
-        for number in range(8 * rows + 16):
-            expected += 1 - below**self.segments_together  # the chance of so many or more
+    def most(self, mean, together):
+        """The ends that a loop over about a Poisson number of them turns over, with that mean: a
+        warp turns as often as that of its rows, so many together, which has most of them."""
+        together = 1 if self.one_thread else together
+        expected, below, chance = 0, 0, math.exp(-mean)
+        for number in range(8 * mean + 16):
+            expected += 1 - below**together  # the chance of so many or more
             below += chance
-            chance *= rows / (number + 1)
+            chance *= mean / (number + 1)
         return expected - 1
 
 
