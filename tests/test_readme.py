@@ -193,7 +193,7 @@ def test_commands(page, corpus, trained, tmp_path):
         if "-train" in name and page == "docs/own_data.md":
             for size, value in SMALL_SIZES.items():
                 if name == "fairseq-hydra-train":
-                    command += f" model.{size}={value}"
+                    command += f" +model.{size}={value}"
                 elif "decoder" in size or "language_modeling" not in command:
                     command += f" --{size.replace('_', '-')} {value}"
         if name in ("fairseq-generate", "fairseq-interactive"):
