@@ -13,7 +13,7 @@ TaLK's windows; the Transformer has as many layers as they. fairseq's DynamicCon
 matrices. Models and generator are built as fairseq-generate does it, and lengths are forced: no
 hypothesis ends before the target length, and none after it.
 
-First holds each model to itself: the scores of beam search, and the logits of decoding step by
+First checks each model against itself: scores of beam search, and logits of decoding step by
 step, to a full pass over the same tokens. Stops where they differ. Then runs the models in turn, in
 one process, and takes medians. Tokens are those of the best hypotheses, with their ends.
 
@@ -591,23 +591,32 @@ def parse(arguments=None):
 
     positions = [16, 1000, 16_000]
     add = parser.add_argument
-    add("--lengths", type=at_least(2)[1], default=[20, 100, 400], help="source (20,100,400)")
-    add("--target", type=natural, help="tokens of a hypothesis (as many as of the source)")
-    add("--batches", type=naturals, help="(1,64; with --positions 1,16)")
-    add("--beams", type=naturals, default=[1, 5], help="(1,5)")
-    add("--models", type=model_names, default=list(MODELS), help=f"({','.join(MODELS)})")
-    add("--positions", type=naturals, nargs="?", const=positions, help="(16,1000,16000)")
-    add("--dtype", choices=TOLERANCES, default="float32", help="(float32)")
+    add(
+        "--lengths",
+        type=at_least(2)[1],
+        default=[20, 100, 400],
+        help="tokens of a source (default: 20,100,400)",
+    )
+    add("--target", type=natural, help="tokens of a hypothesis (default: as the source)")
+    add(
+        "--batches",
+        type=naturals,
+        help="sentences at a time (default: 1,64; with --positions 1,16)",
+    )
+    add("--beams", type=naturals, default=[1, 5], help="sizes of the beam (default: 1,5)")
+    add("--models", type=model_names, default=list(MODELS), help=f"default: {','.join(MODELS)}")
+    add("--positions", type=naturals, nargs="?", const=positions, help="default: 16,1000,16000")
+    add("--dtype", choices=TOLERANCES, default="float32", help="default: float32")
     add("--turns", type=natural, help="turns the medians are of (3; with --positions 15)")
-    add("--limit", type=float, default=120, help="seconds that a batch may take (120)")
+    add("--limit", type=float, default=120, help="seconds that a batch may take (default: 120)")
     add("--profile", action="store_true", help="then print where a step goes, model by model")
     add("--cpu", action="store_true", help="measure the CPU where there is a GPU")
-    add("--output", type=Path, metavar="PREFIX", help="(results/decoding[_positions])")
+    add("--output", type=Path, metavar="PREFIX", help="default: results/decoding[_positions]")
     small = Sizes(256, 512, 4, 2, 2, 1000)  # 16,000 steps should not take long
     for name in ("width", "ffn", "heads", "encoder_layers", "decoder_layers", "vocabulary"):
         default, other = getattr(Sizes(), name), getattr(small, name)
         flag = "--" + name.replace("_", "-")
-        add(flag, type=natural, help=f"({default}; with --positions {other})")
+        add(flag, type=natural, help=f"default: {default}; with --positions {other}")
     args = parser.parse_args(arguments)
 
     args.device = "cuda" if torch.cuda.is_available() and not args.cpu else "cpu"

@@ -4,11 +4,12 @@
     benchmark_talk_conv.py                    all of it, on a GPU where there is one
     benchmark_talk_conv.py --lengths 10,1000 --dtypes float32 --output results/talk_conv
 
-First holds talk_conv to the reference, forward and backward, and stops where they differ. Then, for
-each length and dtype, runs the peers in turn, in one process, and takes medians: iterations a
-second, forward and forward + backward, achieved bandwidth as a share of that of a copy measured in
-the same turns, and peak memory. Bandwidth counts what has to move: x and the offsets read and the
-output written forward; its gradient, x and the offsets read and their gradients written backward.
+First checks talk_conv against the reference, forward and backward, and stops where they differ.
+Then, for each length and dtype, runs the peers in turn, in one process, and takes medians:
+iterations per second, forward and forward + backward, achieved bandwidth as a share of that of a
+copy measured in the same turns, and peak memory. Bandwidth counts what has to move: x and the
+offsets read and the output written forward; its gradient, x and the offsets read and their
+gradients written backward.
 TaLK's backward pass is measured alone, too, each time from the same forward pass. Offsets, queries
 and kernels are given, as in the paper. At the end it says which goals of the project this machine
 meets: shares of a copy, ratios to peers, replays of a graph and memory, on a GPU or on a CPU.
@@ -535,7 +536,7 @@ def main(arguments=None):
     )
     integers = partial(lambda text: [int(word) for word in text.split(",")])
     parser.add_argument("--lengths", type=integers, default=[10, 100, 1000, 10_000, 100_000])
-    parser.add_argument("--dtypes", default="float32,bfloat16", help="(float32,bfloat16)")
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="default: float32,bfloat16")
     parser.add_argument("--batch", type=int, default=SIZES[0], help="B (10)")
     parser.add_argument("--channels", type=int, default=SIZES[1], help="C (1024)")
     parser.add_argument("--heads", type=int, default=SIZES[2], help="H (16)")

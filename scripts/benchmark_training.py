@@ -21,10 +21,10 @@ Translation trains on sentences of random words, batched by length as fairseq-tr
 lengths are log-normal (median 20 tokens), targets about as long. Each step runs over --batches of
 these batches, spread over the lengths.
 
-First holds TaLK's loss and gradients to those of the reference backend, and the band matrices' to
-the unfolded windows', without dropout; stops where they differ. Then runs the models in turn, in
-one process: tokens a second are of the median turn, and "TaLK is" the median over the turns of how
-many times faster TaLK was. Tokens are those of the target, without padding.
+First checks TaLK's loss and gradients against those of the reference backend, and those of band
+matrices against those of unfolded windows, without dropout; stops where they differ. Then runs the
+models in turn, in one process: tokens per second are of the median turn, and "TaLK is" the median
+over the turns of how many times faster TaLK was. Tokens are those of the target, without padding.
 
 Precisions: float32; medium, which is float32 with matrix products in bfloat16
 (TALK_MATMUL_PRECISION=medium); float16 and bfloat16, as --fp16 and --bf16 of fairseq-train.
@@ -437,9 +437,13 @@ def parse(arguments=None):
         return names
 
     add = parser.add_argument
-    add("--task", choices=("translation", "lm"), default="translation", help="(translation)")
-    add("--models", type=some_of(MODELS), help=f"({','.join(MODELS)}; lm without -arch)")
-    add("--precisions", type=some_of(PRECISIONS), help="(float32; on a GPU float16,bfloat16 too)")
+    add("--task", choices=("translation", "lm"), default="translation", help="default: translation")
+    add("--models", type=some_of(MODELS), help=f"default: {','.join(MODELS)}; lm without -arch")
+    add(
+        "--precisions",
+        type=some_of(PRECISIONS),
+        help="default: float32; on a GPU float16,bfloat16 too",
+    )
     add("--max-tokens", type=natural, help="of a batch, with padding (4000; lm: --tokens)")
     add("--tokens", type=natural, default=3072, help="of a block of a language model (3072)")
     add("--batches", type=natural, help="of a turn, spread over the lengths (4; lm 1)")
@@ -450,17 +454,17 @@ def parse(arguments=None):
         help="of the layers, the last for all that follow (1,3,7,15; lm 3,7,15,31)")  # fmt: skip
     add("--glu", action=argparse.BooleanOptionalAction,
         help="gates before the convolutions (no, as the IWSLT archs; lm yes)")  # fmt: skip
-    add("--dropout", type=float, help="(0.3; lm 0.1)")
+    add("--dropout", type=float, help="default: 0.3; lm 0.1")
     add("--attention-dropout", type=float, default=0.1,
         help="of attention weights, kernels and offsets (0.1)")  # fmt: skip
     add("--profile", action="store_true", help="then print where a step goes, model by model")
     add("--cpu", action="store_true", help="measure the CPU where there is a GPU")
-    add("--output", type=Path, metavar="PREFIX", help="(results/training[_lm])")
+    add("--output", type=Path, metavar="PREFIX", help="default: results/training[_lm]")
     for name, default in asdict(Sizes()).items():
         if name != "max_positions":
             other = {"ffn": 2048, "heads": 8}.get(name, default)
             lm = f"; lm {other}" if other != default else ""
-            add("--" + name.replace("_", "-"), type=natural, help=f"({default}{lm})")
+            add("--" + name.replace("_", "-"), type=natural, help=f"default: {default}{lm}")
     args = parser.parse_args(arguments)
 
     lm = args.task == "lm"

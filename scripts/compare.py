@@ -188,7 +188,7 @@ class Schedule:
 
 
 LOW, HIGH = ("5e-4", "1e-3", "2e-3"), ("1e-3", "2e-3", "4e-3")
-# Of the task where it has a schedule of its own, else of its kind.
+# A task's own schedule, or else that of its kind.
 SCHEDULES = {
     ("cpu", "seq2seq"): Schedule(1600, 1, HIGH, 400, 800, 20, 3, 20, 8),
     ("cpu", "summ"): Schedule(2000, 1, ("1e-3", "2e-3"), 300, 2000, 20, 5, 20, 2, source=96),
@@ -231,13 +231,15 @@ def parse(arguments=None):
     add("--target-lang", metavar="NAME", help="how its target files end (default: en)")
     add("--out", type=Path, help="folder for everything (default: compare/TASK_PRESET)")
     add("--systems", metavar="A,B", help="which to compare (default: all)")
-    add("--seeds", type=int, metavar="N", help="runs of each system, with seeds 1 to N (1; gpu: 3)")
+    add("--seeds", type=int, metavar="N",
+        help="runs of each system, with seeds 1 to N (default: 1; gpu: 3)")  # fmt: skip
     add("--updates", type=int, metavar="N",
-        help="of each run (1,600, lm: 1,200, summ: 2,000; gpu: 2,500)")  # fmt: skip
-    add("--lr", metavar="A,B", help="peak learning rates to try, or one for all (of the preset)")
-    add("--jobs", type=int, metavar="N", help="trainings side by side (cpu: one a core, at most 4; "
-        "gpu: 1)")  # fmt: skip
-    add("--turns", type=int, metavar="N", default=5, help="of the speed measurement (5)")
+        help="of each run (default: 1,600; lm: 1,200; summ: 2,000; gpu: 2,500)")  # fmt: skip
+    add("--lr", metavar="A,B", help="peak learning rates to try (default: the preset's)")
+    add("--jobs", type=int, metavar="N", help="trainings side by side (default: one per core, at "
+        "most 4; gpu: 1)")  # fmt: skip
+    add("--turns", type=int, metavar="N", default=5,
+        help="turns of the speed measurement (default: 5)")  # fmt: skip
     add("--restart", action="store_true", help="throw away what an earlier comparison left there")
     args = parser.parse_args(arguments)
 
@@ -1363,7 +1365,7 @@ def notes(results):
     elif results["task"] == "summ":
         yield f"{results['signature']}."
     else:
-        yield "Tokens are pieces and ends of lines; words are parted by spaces; ends are words too."
+        yield "Tokens are pieces and ends of lines; words are separated by spaces; ends are words."
         yield "Continuations: of 64 tokens, of which the test set gives 16; beam 5."
     rates = {name: row["rates"] for name, row in results["systems"].items() if row.get("rates")}
     if rates:

@@ -170,7 +170,7 @@ def rouge_scores(hypotheses, references):
     Moses's escapes (``&apos;``) are undone, whose letters would count as a word.
     """
     texts = [[html.unescape(line) for line in lines] for lines in (hypotheses, references)]
-    tool = f"rouge-score {rouge_version()}, F-measure, stemming, sentences parted by ' . '"
+    tool = f"rouge-score {rouge_version()}, F-measure, stemming, sentences separated by ' . '"
     scores = rouge(*texts, sentence_separator=" . ")
     return {name: {"score": score, "tool": tool} for name, score in scores.items()}
 

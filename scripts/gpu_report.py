@@ -219,8 +219,12 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=9, help="that it may take (9)")
-    parser.add_argument("--out", type=Path, default=Path("gpu_report"), help="(gpu_report)")
+    parser.add_argument(
+        "--minutes", type=float, default=9, help="the time it may take (default: 9)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("gpu_report"), help="folder to write (default: gpu_report)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only say what it would do")
     args = parser.parse_args(arguments)
     for number in (signal.SIGTERM, signal.SIGHUP):

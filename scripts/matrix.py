@@ -21,8 +21,8 @@ from whole_files import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.11", "3.12")
-# Operators, state, modules, models, published checkpoints, the commands of fairseq, and files of
-# strangers. Left out is what takes half of the time to do more of the same.
+# Operators, state, modules, models, published checkpoints, the commands of fairseq, and untrusted
+# files. Left out is what takes half of the time to do more of the same.
 TESTS = ["-n", "2", "--dist", "loadfile", "-m", "not slow"]
 TESTS += ["-k", "not (500 or ensemble or fusion or generation_modes)"]
 NAMES = "operator short_conv decoding modules talkconv released compat hostile"
@@ -30,7 +30,7 @@ TESTS += [f"tests/test_{name}.py" for name in NAMES.split()]
 
 DESCRIPTION = """\
 Runs the fast tests of operators, modules, models, decoding, published checkpoints, fairseq's
-commands and files of strangers with each supported Python (3.11, 3.12), torch and NumPy: the lowest
+commands and untrusted files with each supported Python (3.11, 3.12), torch and NumPy: the lowest
 version that setup.cfg allows and that of constraints.txt, which pins the rest. Each combination has
 a folder of its own with a copy of this checkout (uncommitted changes included, what git ignores
 not) and the .venv that scripts/setup.sh makes in it. Prints a table, and writes it with all numbers

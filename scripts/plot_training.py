@@ -371,7 +371,9 @@ def main(arguments=None):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN", help="logs, or folders with one")
-    parser.add_argument("--output", type=Path, default=Path("curves.png"), help="(curves.png)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("curves.png"), help="default: curves.png"
+    )
     args = parser.parse_args(arguments)
     try:
         runs = named_runs(args.runs)

@@ -13,8 +13,9 @@ model's own translation (beam search); those of a language model are the text. W
 convolution (talkconv_plus) a window is over its output, in which each word has its neighbours too.
 
 For a corpus, of one sentence a line, PREFIX.reach.png: in each layer how far the windows reach to
-the left and to the right, on the way to their limit. Filled is what they get, which ends with the
-sentence; the line is what the heads ask for. Without --corpus-target it is of the encoder alone.
+the left and to the right, up to the largest window. Filled areas count windows after the ends of
+the sentence have cut them; the outline ("as heads ask for it") counts them as the heads predict
+them. Without --corpus-target it is of the encoder alone.
 
 PREFIX.json holds the numbers drawn. Checkpoints are those of this project or of the published
 implementation; no code in them is run. Text is cut into pieces by --sentencepiece; without it, it
@@ -569,7 +570,7 @@ def parse(arguments):
     )
     parser.add_argument("--sentencepiece", type=Path, metavar="MODEL", help="cuts text into pieces")
     parser.add_argument(
-        "--output", type=Path, metavar="PREFIX", default=Path("windows"), help="(windows)"
+        "--output", type=Path, metavar="PREFIX", default=Path("windows"), help="default: windows"
     )
     return parser.parse_args(arguments)
 

@@ -147,9 +147,14 @@ def main():
     parser.add_argument("--data", type=Path, required=True, help="folder with the corpus")
     parser.add_argument("--source-lang", required=True)
     parser.add_argument("--target-lang", help="leave out for a corpus of one language")
-    parser.add_argument("--vocabulary", type=int, default=4000, help="pieces to learn (4000)")
     parser.add_argument(
-        "--cut-source", type=int, metavar="N", help="keep the first N pieces of each source"
+        "--vocabulary", type=int, default=4000, help="pieces to learn (default: 4000)"
+    )
+    parser.add_argument(
+        "--cut-source",
+        type=int,
+        metavar="N",
+        help="keep the first N pieces of each source; a document may have 1,000",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--output", type=Path, help="folder to write")

@@ -145,7 +145,7 @@ def tokenize(line, language, normalize=False, split_dashes=False, straight=False
         normalize: normalise punctuation and drop characters that do not print.
         split_dashes: ``self-made`` becomes ``self @-@ made``.
         straight: a right single quotation mark becomes an apostrophe.
-        lowercase: what it says, last.
+        lowercase: make the text lower-case, as the last step.
     """
     tokenizer, normalizer = moses(language)
     if straight:

@@ -22,6 +22,7 @@ to resume where it stopped.
   --cpu               do not use a GPU
   --out DIR           folder for everything it makes (default: quickstart, in the project's root)
   --restart           throw away what an earlier run left in that folder, and start over
+                      (without it, a run that was stopped, also by Ctrl-C, continues)
   --data DIR          another corpus: {train,valid,test}.{SOURCE,TARGET}, one sentence a line,
                       also with .gz (default: data/bible-es-en)
   --source-lang NAME  how its source files end (default: es)

@@ -27,6 +27,7 @@ resume where it stopped.
   --out DIR           folder for everything it makes (default: quickstart_lm, in the project's
                       root)
   --restart           throw away what an earlier run left in that folder, and start over
+                      (without it, a run that was stopped, also by Ctrl-C, continues)
   --data DIR          another corpus: {train,valid,test}.LANG, one sentence a line, also with .gz
                       (default: data/bible-es-en)
   --lang LANG         how its files end (default: en)

@@ -15,7 +15,8 @@ the papers' scores. Stopped and run again, it goes on where it was; what is done
 
   --data PATH|URL      the published archive or its folder, as for scripts/prepare_BENCHMARK.sh; may
                        be given several times, and not at all once the data is prepared
-  --prepare 'OPTIONS'  more options of scripts/prepare_BENCHMARK.sh, such as '--workers 8'
+  --prepare 'OPTIONS'  more options of scripts/prepare_BENCHMARK.sh, such as '--workers 8' or
+                       --download
   --tune               choose the length penalty and how many checkpoints to average on the
                        validation set
   --devices N, --precision fp32|fp16|bf16, --cpu   as for scripts/train.sh

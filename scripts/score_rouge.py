@@ -127,7 +127,7 @@ def main(arguments=None):
     parser.add_argument("hypotheses", metavar="HYPOTHESES", type=Path)
     parser.add_argument("references", metavar="REFERENCES", type=Path, nargs="?")
     parser.add_argument(
-        "--sentence-separator", metavar="TEXT", help="what parts the sentences of a summary"
+        "--sentence-separator", metavar="TEXT", help="what separates the sentences of a summary"
     )
     parser.add_argument("--no-stemming", action="store_true", help="compare words, not stems")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -148,7 +148,9 @@ def main(arguments=None):
         print(f"{'ROUGE-' + name:<10} {result['rouge_' + kind]:.2f}")
     stems = "stemming" if result["stemming"] else "no stemming"
     separator = result["sentence_separator"]
-    sentences = f"sentences parted by {separator!r}" if separator else "a summary is one sentence"
+    sentences = (
+        f"sentences separated by {separator!r}" if separator else "a summary is one sentence"
+    )
     print(
         f"F-measures in percent of {result['summaries']:,} summaries "
         f"({result['tool']} {result['version']}, {stems}, {sentences})"

@@ -7,8 +7,10 @@ usage() {
     cat <<'USAGE'
 usage: scripts/setup.sh [cuda12|cuda13]
 
-  cuda12, cuda13   also install CuPy for that CUDA version, which is to be PyTorch's. Without it this
-                   is done where there is a GPU that PyTorch can use
+  cuda12, cuda13   also install CuPy for that CUDA version, which must be PyTorch's. Without it, CuPy
+                   is installed where there is a GPU that PyTorch can use
+
+A .venv that has no pip or another Python is deleted and made again.
 
 The Python is $PYTHON, or the first of python3.11, python3.12, python3 that is 3.11 or 3.12.
 USAGE

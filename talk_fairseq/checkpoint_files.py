@@ -1,4 +1,4 @@
-"""Files of strangers and of runs that are killed: read without running code, written whole.
+"""Untrusted files and those of runs that are killed: read without running code, written whole.
 
 Checkpoints are pickles, and options are text that fairseq evaluates; both may come from anywhere.
 compat.py puts these functions in the place of fairseq's.

@@ -28,7 +28,7 @@ _SERIAL_STEPS = 1 << 17
 _CHUNK = 1024
 # Channels of one task: wide enough for the memory's pages, small enough for the ring to stay in L2.
 _SLAB = 256
-# Of a short convolution: the fewest channels of a task, a line of the cache.
+# The fewest channels of a task of a short convolution: a cache line.
 _NARROW = 16
 _empty = np.empty  # the tests fill it with NaN
 _NO_ORIGIN = np.empty((0, 0), np.int32)

@@ -1,7 +1,11 @@
-"""What the README tells people to type works: Python, commands, and the files it names."""
+"""What README.md and docs/ tell people to type works: Python, commands, links and tables."""
 
+import contextlib
+import io
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,53 +13,274 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-TEXT = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", TEXT, re.M | re.S)
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+TEXT = PAGES["README.md"]
 
 
-def test_python():
-    """One after the other, as a reader would paste them."""
-    code = "".join(text for language, text in BLOCKS if language == "python")
-    exec(compile(code, "README.md", "exec"), {})
+def blocks(page, *languages):
+    """The code blocks of a page in these languages, in order."""
+    found = re.findall(r"^```(\w+)\n(.*?)^```", PAGES[page], re.M | re.S)
+    return [text for language, text in found if language in languages]
+
+
+def prose(page):
+    """A page without its code blocks."""
+    return re.sub(r"^```.*?^```", "", PAGES[page], flags=re.M | re.S)
+
+
+def write_files(page, folder):
+    """Write the blocks that begin with a file's name as a comment; return the other blocks."""
+    others = []
+    for text in blocks(page, "python", "yaml"):
+        if named := re.match(r"# ([\w/]+\.(?:py|yaml))\n", text):
+            path = folder / named[1]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        else:
+            others.append(text)
+    return others
+
+
+# --- Text ---
+
+
+def test_the_readme_is_short():
+    assert len(TEXT.splitlines()) <= 170
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_number_is_left_to_fill_in(page):
+    assert not re.search(r"^[A-Z]+-[A-Z]+$", PAGES[page], re.M)
+
+
+def anchors(text):
+    """The names that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_and_scripts_exist(page):
+    folder = (ROOT / page).parent
+    for link in re.findall(r"\]\((?!http)([^)]+)\)", prose(page)):
+        name, _, anchor = link.partition("#")
+        target = (folder / name).resolve() if name else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+    for name in re.findall(r"(?:scripts|tests|configs|docs)/\w+\.\w+", PAGES[page]):
+        assert (ROOT / name).exists(), name
+
+
+def test_every_page_is_linked():
+    """From README.md, or from a page that it links."""
+    linked, queue = set(), ["README.md"]
+    while queue:
+        page = queue.pop()
+        linked.add(page)
+        for name in re.findall(r"\]\(([\w./]+\.md)", PAGES[page]):
+            name = os.path.normpath(os.path.join(os.path.dirname(page), name))
+            if name in PAGES and name not in linked:
+                queue.append(name)
+    assert linked == set(PAGES)
+
+
+def script_text(name):
+    """The source of a script and of what it runs or shares, where its options are."""
+    own = (ROOT / name).read_text()
+    others = {other for other in re.findall(r"\b\w+\.(?:py|sh)\b", own)}
+    others = [ROOT / "scripts" / other for other in others]
+    return own + "".join(path.read_text() for path in others if path.exists())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_options_of_scripts_exist(page):
+    """Also in the text: each `--option` in the code that names a script is one of that script."""
+    code = blocks(page, "bash") + re.findall(r"`([^`]*)`", prose(page))
+    commands = [line for text in code for line in text.replace("\\\n", " ").splitlines()]
+    for command in commands:
+        if not (script := re.search(r"\bscripts/(?!test\.sh)\w+\.(?:py|sh)\b", command)):
+            continue  # scripts/test.sh hands its arguments to pytest
+        source = script_text(script[0])
+        after = command[script.end() :].split(" #")[0]
+        for option in re.findall(r"(?<![\w'\"-])--[a-z][\w-]*", after):
+            assert re.search(rf"{option}\b(?!-)", source), f"{command}: {option}"
+
+
+# --- Code ---
+
+WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON)
+def test_python(page, tmp_path, monkeypatch):
+    """The blocks of a page one after the other, as a reader would paste them."""
+    if page == "docs/own_variant.md":
+        pytest.importorskip("fairseq")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    names = {}
+    for text in write_files(page, tmp_path):
+        exec(compile(text, page, "exec"), names)
+
+
+SMALL_SIZES = {  # what a page's models are made to be, where it trains several
+    f"{side}_{name}": 32
+    for side in ("encoder", "decoder")
+    for name in ("embed_dim", "ffn_embed_dim")
+}
+
+COMMANDS = {  # how many each page has
+    "README.md": 4,
+    "docs/quickstart.md": 1,
+    "docs/checkpoints.md": 1,
+    "docs/own_data.md": 16,
+    "docs/own_variant.md": 2,
+}
+
+
+def make_texts(verses, folder):
+    """The texts that the pages speak of, out of a few verses."""
+    for name in ("my_text", "my_articles"):
+        (folder / name).mkdir()
+    for path in verses.glob("*.e[sn]"):
+        language = {".es": ".source", ".en": ".target"}[path.suffix]
+        shutil.copy(path, folder / "my_text")
+        shutil.copy(path, folder / "my_articles" / (path.stem + language))
+
+
+def learn_pieces(text, path):
+    """A SentencePiece model of a file."""
+    import sentencepiece
+
+    with contextlib.closing(io.BytesIO()) as model:
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(text), model_writer=model, vocab_size=300, model_type="bpe", minloglevel=2
+        )
+        path.write_bytes(model.getvalue())
 
 
 @pytest.mark.slow
-def test_commands(corpus, tmp_path):
-    """Each command, on a small corpus and for one epoch; the two scripts have their own tests."""
-    pytest.importorskip("fairseq")
-    (tmp_path / "quickstart").mkdir()
-    (tmp_path / "quickstart/binarised").symlink_to(corpus)
+@pytest.mark.parametrize("page", COMMANDS)
+def test_commands(page, corpus, trained, tmp_path):
+    """Each command, on a small corpus and for one epoch; the quick starts have their own tests."""
+    quickstart = tmp_path / "quickstart"
+    (quickstart / "corpus").mkdir(parents=True)
+    (quickstart / "binarised").symlink_to(corpus)
+    (quickstart / "averaged.pt").symlink_to(trained)
+    learn_pieces(corpus.parent / "train.es", quickstart / "corpus/sentencepiece.model")
     for name in ("talk_fairseq", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
-    commands = [
-        command
-        for language, text in BLOCKS
-        if language == "bash"
-        for command in text.replace("\\\n", " ").strip().splitlines()
-        if command and not command.startswith(("scripts/", "source .venv"))
-    ]
-    # The quick start's model is drawn before the plugin's is trained; here there is only this one.
-    commands.sort(key=lambda command: "plot_" in command)
+    make_texts(corpus.parent, tmp_path)
+    if page == "docs/checkpoints.md":
+        (tmp_path / "checkpoints").mkdir()
+        shutil.copy(trained, tmp_path / "checkpoints/checkpoint1.pt")
+    write_files(page, tmp_path)
+
+    lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    commands = [line for line in lines if re.match(r"(echo .*)?fairseq-|python |export ", line)]
+    script = ["set -euo pipefail"]
     for command in commands:
-        if command.startswith("fairseq-train"):
+        name = re.search(r"fairseq-[\w-]+|\w+\.py|export", command)[0]
+        command = re.sub(r"(--last-epochs) \d+", r"\1 1", command)
+        command = re.sub(r"--(vocabulary) \d+", r"--\1 300", command)
+        if name == "fairseq-train":
             command += " --max-epoch 1 --log-format none"
-        if command.startswith("fairseq-generate"):
+        if name == "fairseq-hydra-train":
+            command += " optimization.max_epoch=1 common.log_format=none"
+        if "-train" in name and page == "docs/own_data.md":
+            for size, value in SMALL_SIZES.items():
+                if name == "fairseq-hydra-train":
+                    command += f" +model.{size}={value}"
+                elif "decoder" in size or "language_modeling" not in command:
+                    command += f" --{size.replace('_', '-')} {value}"
+        if name in ("fairseq-generate", "fairseq-interactive"):
             command += " --max-len-b 5"
-        command = command.replace("--last-epochs 10", "--last-epochs 1")
-        command = command.replace("quickstart/averaged.pt", "averaged.pt")
-        command = command.replace("--sentencepiece quickstart/corpus/sentencepiece.model", "")
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        subprocess.run(
-            command, shell=True, check=True, cwd=tmp_path, env={**os.environ, "PATH": path}
-        )
-    assert len(commands) == 4
-    assert (tmp_path / "windows.encoder.png").exists()
+        script.append(command)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PWD": str(tmp_path)}
+    subprocess.run(["bash", "-c", "\n".join(script)], check=True, cwd=tmp_path, env=environment)
+    for text in blocks(page, "py"):
+        subprocess.run([sys.executable, "-c", text], check=True, cwd=tmp_path, env=environment)
+    assert len([line for line in commands if not line.startswith("export")]) == COMMANDS[page]
+    if page == "docs/quickstart.md":
+        assert (tmp_path / "windows.encoder.png").exists()
 
 
-def test_no_number_is_left_to_fill_in():
-    assert not re.search(r"^[A-Z]+-[A-Z]+$", TEXT, re.M)
+def test_commands_of_all_pages_are_tested():
+    """Here, or in the tests of the benchmarks."""
+    for page in PAGES:
+        if re.search(r"^(fairseq-|python )", "".join(blocks(page, "bash")), re.M):
+            assert page in (*COMMANDS, "docs/benchmarks.md"), page
 
 
-def test_files_and_scripts_exist():
-    for name in re.findall(r"\]\((?!http)([^)]+)\)", TEXT) + re.findall(r"scripts/\w+\.sh", TEXT):
-        assert (ROOT / name).exists(), name
+# --- Tables ---
+
+ARCHS = [
+    row for row in re.findall(r"^\| `(talkconv\w*)` \| (\d.*) \|$", PAGES["docs/models.md"], re.M)
+]
+
+
+@pytest.mark.parametrize("arch, columns", ARCHS, ids=[arch for arch, _ in ARCHS])
+def test_archs(arch, columns):
+    """The sizes and windows in the tables of docs/models.md are those of the archs."""
+    pytest.importorskip("fairseq")
+    import test_talkconv
+    import test_talkconv_lm
+
+    sizes, layers, windows, million = (column.strip() for column in columns.split("|"))
+    words = {"iwslt": (8848, 6632), "fr": (40000,), "cnndm": (30000,), "wiki103": (267744,)}
+    words = next((words[name] for name in words if name in arch), (32768,))
+    if "_lm" in arch:
+        model = test_talkconv_lm.build(test_talkconv_lm.from_flags("--arch", arch), *words)
+        sides = [model.decoder.layers]
+    else:
+        shared = ["--share-all-embeddings"] if len(words) == 1 else []
+        model = test_talkconv.build(test_talkconv.from_flags("--arch", arch, *shared), *words)
+        sides = [model.encoder.layers, model.decoder.layers]
+    assert layers == " + ".join(str(len(side)) for side in sides)
+    for side, text in zip(sides, windows.split(";")):
+        stated = test_talkconv.window_list(arch, text.strip(), len(side))
+        assert [layer.self_attn.conv.max_left for layer in side] == stated
+        for layer in side:
+            heads = layer.self_attn.conv.heads
+            assert sizes.split(", ")[:3] == [
+                str(size) for size in (layer.embed_dim, layer.fc1.out_features, heads)
+            ]
+            assert layer.self_attn.glu == ("no GLU" not in sizes)
+    if million:
+        count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+        assert f"{count:.1f}M" == million.split(" ")[0]
+
+
+def test_all_archs_are_listed():
+    pytest.importorskip("fairseq")
+    from fairseq.models import ARCH_MODEL_REGISTRY
+
+    import talk_fairseq  # noqa: F401
+
+    archs = {name for name in ARCH_MODEL_REGISTRY if name.startswith("talkconv")}
+    assert archs <= set(re.findall(r"`(talkconv\w*)`", PAGES["docs/models.md"]))
+
+
+def test_the_readme_agrees_with_the_results():
+    """Each number of the README's tables of results is on the pages with the details."""
+    details = PAGES["docs/results.md"] + PAGES["docs/benchmarks.md"]
+    tables = re.search(r"^## Results$(.*?)^## ", TEXT, re.M | re.S)[1]
+    for row in re.findall(r"^\|(.*)\|$", tables, re.M):
+        for number in re.findall(r"[\d,]*\d\.?\d*", row.split("|", 1)[1]):
+            if "," in number or "." in number:
+                assert number in details, row
+
+
+# --- Other files ---
+
+
+def test_hooks_run_the_linters_of_the_tests():
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    for line in (ROOT / "scripts/test.sh").read_text().splitlines():
+        if line.startswith(("ruff ", "shellcheck ")):
+            words = [word for word in shlex.split(line) if word.isalpha() or word.startswith("--")]
+            assert " ".join(words) in hooks, line

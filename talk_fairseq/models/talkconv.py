@@ -217,7 +217,7 @@ def window_list(name, windows, layers):
 
 
 def _repeats(count):
-    if not 1 <= count <= 10_000:  # a checkpoint of a stranger may state any
+    if not 1 <= count <= 10_000:  # an untrusted checkpoint may state any
         raise ValueError
     return count
 

@@ -62,7 +62,7 @@ class TaLKSummarizationConfig(TranslationConfig):
     )
     eval_rouge_sentence_separator: Optional[str] = field(
         default=None,
-        metadata={"help": "what parts the sentences of a summary for rouge_lsum, such as ' . '"},
+        metadata={"help": "what separates the sentences of a summary for rouge_lsum: ' . '"},
     )
     eval_rouge_print_samples: bool = field(
         default=False, metadata={"help": "print a summary of each batch in validation"}
