@@ -1089,14 +1089,21 @@ __device__ void backward(const Problem& p) {
         if constexpr (pass == Pass::TILE)
             if (*far) add_far(p, head, tile, far_windows, global(c), active, from, rows, base,
                               reinterpret_cast<Pack<double, N>*>(changes)[threadIdx.x]);
-        X* dx = static_cast<X*>(p.out) + at + (tile.t0 + from) * static_cast<long long>(p.B * p.C);
+        const long long step = static_cast<long long>(p.B) * p.C;
+        X* dx = static_cast<X*>(p.out) + at + (tile.t0 + from) * step;
         const F scale = scale_of_sums<X>(p);
 #pragma unroll
         for (int r = 0; r < ROWS_; ++r)
-            for (int n = 0; n < N; ++n) rows[r].v[n] += base.v[n];
 #pragma unroll
-        for (int r = 0; r < ROWS_; ++r, dx += p.B * p.C)
-            if (active && from + r < tile.rows) store(dx, rows[r], scale);
+            for (int n = 0; n < N; ++n) rows[r].v[n] += base.v[n];
+        if (active && from + ROWS_ <= tile.rows) {
+#pragma unroll
+            for (int r = 0; r < ROWS_; ++r, dx += step) store(dx, rows[r], scale);
+        } else if (active) {  // the last tile's last rows
+#pragma unroll
+            for (int r = 0; r < ROWS_; ++r, dx += step)
+                if (from + r < tile.rows) store(dx, rows[r], scale);
+        }
 
         constexpr int BATCH = 4, KEPT = 2 * BATCH < LANES ? 1 : 2 * BATCH / LANES;
 #pragma unroll 1

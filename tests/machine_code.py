@@ -8,8 +8,8 @@ its blocks, with these exceptions for what is rare:
 - a loop that the table gives no turns is never entered;
 - blocks with an opcode that the table names as `rare` in a loop are not on its way;
 - blocks with a call are not either: a division calls for numbers far from 1, or of 64 bits;
-- of two ways that load from global memory equally often, the shorter is taken: the other one is for
-  the edge of a tensor.
+- of two ways that load from global memory equally often, or that both store to it, the shorter is
+  taken: the other one is for the edge of a tensor.
 
 An instruction that is predicated off takes its place all the same, and counts.
 """
@@ -244,7 +244,8 @@ def _way(costs, following, closed, start, ends):
     def main(a, b):
         x, y = cost(set(a) - set(b)), cost(set(b) - set(a))
         longer, shorter = (a, b) if x.total() >= y.total() else (b, a)
-        return shorter if x["global loads"] == y["global loads"] > 0 else longer
+        loads = x["global loads"] == y["global loads"] > 0
+        return shorter if loads or x["global stores"] and y["global stores"] else longer
 
     ways = {start: (start,)}
     for node in _order(following, start):
