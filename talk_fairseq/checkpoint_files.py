@@ -1,7 +1,7 @@
 """Files of strangers and of runs that are killed: read without running code, written whole.
 
 Checkpoints are pickles, and options are text that fairseq evaluates; both may come from anywhere.
-compat.py puts these functions in the place of fairseq's.
+The package compat puts these functions in the place of fairseq's.
 """
 
 import argparse
@@ -65,13 +65,14 @@ def _empty_array(*_):
 
 
 def allow_checkpoint_types():
-    """torch >= 2.6 reads files with ``weights_only=True`` and refuses every checkpoint of fairseq.
+    """Allow the types that fairseq's checkpoints hold, all of which hold data and run no code.
 
-    Seen: ``UnpicklingError: Unsupported global: argparse.Namespace`` (the model's options);
-    numpy's scalars (the metrics of ``--eval-bleu``); ``_TensorPlaceholder`` (optimizer states
-    saved after being broadcast). These hold data and run no code, so they are allowed, numpy's
-    through `PlainDtype` and `PlainArray`. fairseq 0.9 saved its meters, whose module is gone: they
-    are read as Namespaces of their values.
+    numpy's are read through `PlainDtype` and `PlainArray`. fairseq 0.9 saved its meters, whose
+    module is gone: they are read as Namespaces of their values. Without it: torch >= 2.6 reads
+    files with ``weights_only=True`` and refuses every checkpoint of fairseq, with
+    ``UnpicklingError: Unsupported global: argparse.Namespace`` (the model's options), numpy's
+    scalars (the metrics of ``--eval-bleu``) or ``_TensorPlaceholder`` (optimizer states saved after
+    being broadcast).
     """
     names = [entry[1] for entry in torch.serialization.get_safe_globals() if type(entry) is tuple]
     if "fairseq.meters.TimeMeter" in names:  # by this module, imported under another name

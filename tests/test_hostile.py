@@ -963,14 +963,14 @@ def test_bytes_that_are_not_utf_8(bad, tmp_path):
     text.write_bytes(text.read_bytes() + b"ab" + bad + b"\nmore\n")
     expected = f"{text}: line {len(LINES) + 1}: expected UTF-8, got byte 0x{bad[0]:02x} at column 3"
     with pytest.raises(ValueError) as refused:
-        next(compat.read_lines_as_they_are(None, str(text), 1))  # before the first is translated
+        next(compat.text.read_lines_of_input(None, str(text), 1))  # before the first is translated
     assert str(refused.value) == expected
     args = argparse.Namespace(
         source_lang="es", target_lang=None, only_source=True, trainpref=str(tmp_path / "train"),
         dict_only=False, validpref=None, testpref=None,
     )  # fmt: skip
     with pytest.raises(ValueError) as refused:
-        compat.check_corpora_first(lambda args: pytest.fail("it went on"), args)
+        compat.text.check_corpora_first(lambda args: pytest.fail("it went on"), args)
     assert str(refused.value) == expected
     with pytest.raises(ValueError, match=f"train.es: not .* line {len(LINES) + 1}: 'utf-8' codec"):
         corpora.read_sentences(tmp_path, "train.es")
