@@ -17,7 +17,6 @@ import torch
 from fairseq.file_io import PathManager
 
 from talk_fairseq.checkpoint_files import (
-    Building,
     allow_checkpoint_types,
     evaluate,
     naming,
@@ -62,12 +61,11 @@ def name_file_of_bad_options(original, path, *args, **kwargs):
 def name_file_of_bad_model(original, filenames, arg_overrides=None, task=None, *args, **kwargs):
     """Load several models one by one, and name the one that cannot be loaded.
 
-    Without it: fairseq does not say which of them does not fit its options or dictionary, and
-    options that ask for a model far beyond the size of the file take all memory there is.
+    Without it: fairseq does not say which of them does not fit its options or dictionary.
     """
     ensemble, cfg = [], None
     for filename in filenames:
-        with naming(filename), Building(filename):
+        with naming(filename):
             models, cfg, task = original([filename], arg_overrides, task, *args, **kwargs)
         ensemble += models
     return ensemble, cfg, task
