@@ -3,7 +3,7 @@
     from talk_fairseq import talk_conv, talk_conv_reference, TaLKConv
 
 As a plugin: ``fairseq-train --user-dir talk_fairseq --arch talkconv …``. Where fairseq is
-installed, importing this package patches what fails in it today (compat.py) and registers the
+installed, importing this package patches what breaks in it today (compat) and registers the
 models, the task and the criterion; the operator needs neither fairseq nor CuPy.
 """
 

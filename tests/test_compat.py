@@ -1,8 +1,8 @@
-"""Every mend of talk_fairseq/compat.py: what fairseq does without it, and with it.
+"""Every patch of talk_fairseq/compat: what fairseq does without it, and with it.
 
-A probe states what should hold. It must pass here, where the mends are in force, and must fail
+A probe states what should hold. It must pass here, where the patches are in force, and must fail
 with the error it names in a process of its own that has only fairseq: the day one passes there,
-its mend can go. Below them, the commands themselves run on dummy data with ``--user-dir``.
+its patch can go. Below them, the commands themselves run on dummy data with ``--user-dir``.
 """
 
 import argparse
@@ -54,18 +54,19 @@ from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import OmegaConf
 
 PLUGIN = Path(__file__).resolve().parents[1] / "talk_fairseq"
-ALONE = __name__ == "__main__"  # without the mends
+ALONE = __name__ == "__main__"  # without the patches
 
 if not ALONE:
     sys.path.insert(0, str(PLUGIN.parent))
     from talk_fairseq import checkpoint_files, compat
+    from talk_fairseq.compat import patching, text
 
 PROBES = {}
-WITHOUT_ERROR = set()  # probes that need no mend with this NumPy
+WITHOUT_ERROR = set()  # probes that need no patch with this NumPy
 
 
 def breaks(error, since_numpy=1):
-    """Register a probe, which takes a folder, with a pattern of its error without the mend.
+    """Register a probe, which takes a folder, with a pattern of its error without the patch.
 
     Before the major version `since_numpy` of NumPy there is no error.
     """
@@ -612,7 +613,7 @@ def layers_are_dropped_in_several_processes(tmp_path):
 
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory):
-    """What each probe ends with in a process without the mends."""
+    """What each probe ends with in a process without the patches."""
     folder = tmp_path_factory.mktemp("alone")
     command = [sys.executable, "-W", "ignore", __file__, str(folder)]
     subprocess.run(command, check=True, capture_output=True, env=quiet_environment())
@@ -632,18 +633,18 @@ def run_alone(folder):
 
 
 @pytest.mark.parametrize("name", PROBES)
-def test_it_breaks_without_the_mend(name, alone):
+def test_it_breaks_without_the_patch(name, alone):
     if name in WITHOUT_ERROR:
-        pytest.skip(f"nothing to mend with NumPy {np.__version__}")
+        pytest.skip(f"nothing to patch with NumPy {np.__version__}")
     assert re.search(PROBES[name][1], alone[name]), alone[name]
 
 
 @pytest.mark.parametrize("name", PROBES)
-def test_it_works_with_the_mend(name, tmp_path):
+def test_it_works_with_the_patch(name, tmp_path):
     PROBES[name][0](tmp_path)
 
 
-# What needs no mend, and what the mends must not change
+# What needs no patch, and what the patches must not change
 
 
 def test_weights_of_old_sinusoidal_embeddings_load():
@@ -673,8 +674,8 @@ def test_full_batches_are_as_in_fairseq():
     original = data_utils.batch_by_size.__wrapped__
     sizes = np.full(64, 10)
     arguments = (np.arange(64), None, sizes)
-    mended = data_utils.batch_by_size(*arguments, **options_of_batches)
-    for got, wanted in zip(mended, original(*arguments, **options_of_batches), strict=True):
+    patched = data_utils.batch_by_size(*arguments, **options_of_batches)
+    for got, wanted in zip(patched, original(*arguments, **options_of_batches), strict=True):
         assert got.tolist() == wanted.tolist()
 
 
@@ -686,18 +687,33 @@ def test_numpy_and_torch_themselves_are_untouched():
 
 def test_importing_twice_changes_nothing():
     step, load = search.DiverseBeamSearch.step, checkpoint_utils.torch
-    spec = compat.__spec__
-    again = type(sys)("again")
-    again.__dict__.update(__file__=spec.origin, __name__="again")
-    exec(compile(Path(spec.origin).read_text(), spec.origin, "exec"), again.__dict__)
+    for module in set(patching.APPLIED.values()):
+        source = Path(sys.modules[module].__file__)
+        again = type(sys)(module)
+        exec(compile(source.read_text(), source, "exec"), again.__dict__)
     assert search.DiverseBeamSearch.step is step and checkpoint_utils.torch is load
+
+
+def test_the_table_lists_every_patch():
+    _, _, rows, _ = re.split("^=+$", compat.__doc__, flags=re.MULTILINE)
+    listed, file = {}, None
+    for line in rows.strip().splitlines():
+        row = re.fullmatch(r"    (\w+) +(\S.*)", line)
+        if row:
+            listed[row[1]] = file
+        else:
+            file = (Path(compat.__file__).parent / line).resolve()
+    applied = {
+        name: Path(sys.modules[module].__file__) for name, module in patching.APPLIED.items()
+    }
+    assert listed == applied
 
 
 def test_a_fairseq_of_another_shape_is_refused():
     with pytest.raises(AttributeError, match="expected fairseq.utils.no_such_name in fairseq"):
-        compat.mends(utils, "no_such_name")(lambda original: None)
+        patching.patches(utils, "no_such_name")(lambda original: None)
     with pytest.raises(AttributeError, match="expected json.np in fairseq, got none"):
-        compat.overlay(json, np)
+        patching.overlay(json, np)
 
 
 # The commands
@@ -846,9 +862,9 @@ def test_preprocess_checks_the_corpora_before_it_writes(corpus, tmp_path):
     args.testpref = None
     lines = re.escape(f"'{here}/valid.de': 20, '{here}/valid.en': 1")
     with pytest.raises(ValueError, match=f"as many lines in both languages, got .{lines}"):
-        compat.check_corpora_first(None, args)
+        text.check_corpora_first(None, args)
     args.only_source, args.validpref = True, f"{here}/train,{here}/valid"
-    assert compat.check_corpora_first(lambda given: given, args) is args
+    assert text.check_corpora_first(lambda given: given, args) is args
 
 
 @pytest.mark.slow

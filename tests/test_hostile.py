@@ -1,4 +1,4 @@
-"""Files from strangers: refused with one line that names them, nothing run, memory bounded.
+"""Untrusted files: refused with one line that names them, and no code of theirs is run.
 
 Checkpoints through every door, text through the readers and fairseq-interactive, archives through
 the prepare scripts. Each group shows how many of the files tried it refused.
@@ -242,6 +242,7 @@ def save_pickle_4(state, path):
     path.write_bytes(pickle.dumps(state, protocol=4))
 
 
+LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # opens files of torch < 1.6
 FORMATS = (save_zip, save_legacy, save_pickle, save_pickle_4)
 
 
@@ -349,18 +350,16 @@ def test_the_options_of_fairseq_are_still_evaluated(figure):
     report(figure, "options that are more than plain values", refused, len(bad))
 
 
-# --- Checkpoints that are broken, or declare what they do not hold ---
+# --- Checkpoints that are truncated, foreign, or of wrong shapes and types ---
 
 
-def rezip(path, change, compression=zipfile.ZIP_STORED, add=()):
-    """Write the archive `path` anew: each record as ``change(name, content)`` says, and `add`."""
+def rezip(path, change):
+    """Write the archive `path` anew: each record as ``change(name, content)`` says."""
     with zipfile.ZipFile(path) as archive:
         records = [(name, archive.read(name)) for name in archive.namelist()]
-    with zipfile.ZipFile(path, "w", compression) as archive:
+    with zipfile.ZipFile(path, "w") as archive:
         for name, content in records:
             archive.writestr(name, change(name, content))
-        for name, content in add:
-            archive.writestr(name, content)
 
 
 def with_pickle(path, data):
@@ -385,121 +384,16 @@ def with_size(old, new):
     return make
 
 
-def legacy_with_size(path):
-    save_legacy({"model": {"w": torch.zeros(1000)}}, path)
-    content = path.read_bytes()
-    assert content.count(b"M\xe8\x03") == 2
-    path.write_bytes(content.replace(b"M\xe8\x03", b"J\x00\xca\x9a\x3b"))
-
-
-def declares(path, record):
-    """The central directory says that a record has 4 GB."""
-    save_zip({"model": {"w": torch.zeros(1000)}}, path)
-    content = bytearray(path.read_bytes())
-    entry = content.rindex(b"PK\x01\x02", 0, content.rindex(record))
-    content[entry + 20 : entry + 28] = b"\xf0\xff\xff\xff" * 2
-    path.write_bytes(content)
-
-
-def deflated(path):
-    save_zip({"model": {"w": torch.zeros(1000)}}, path)
-    zeros = bytes(100 * MIB)
-    size = len(zeros) // 4
-    number = b"J" + size.to_bytes(4, "little")
-
-    def change(name, content):
-        return content.replace(b"M\xe8\x03", number) if name.endswith("data.pkl") else content
-
-    rezip(path, lambda name, content: zeros if name.endswith("data/0") else change(name, content),
-          zipfile.ZIP_DEFLATED)  # fmt: skip
-
-
-def records_that_overlap(path):
-    """Many entries of the directory are one record."""
-    save_zip({"model": {"w": torch.zeros(1000)}}, path)
-    with zipfile.ZipFile(path, "a") as archive:
-        record = next(info for info in archive.infolist() if info.filename.endswith("data/0"))
-        for number in range(9):
-            again = copy.copy(record)
-            again.filename = record.filename[:-1] + str(number + 1)
-            archive.filelist.append(again)
-            archive.NameToInfo[again.filename] = again
-        archive._didModify = True
-
-
-def duplicated(path):
-    save_zip({"model": {"w": torch.zeros(1000)}}, path)
-    with pytest.warns(UserWarning, match="Duplicate name"):
-        with zipfile.ZipFile(path, "a") as archive:
-            name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-            archive.writestr(name, archive.read(name))
-
-
-def renamed(old, new, add=()):
-    """A checkpoint that has another name for a record: a pickle that would take memory."""
+def legacy_with_size(what, count):
+    """As `with_size`: `what` of a checkpoint of torch < 1.6, where `count` sizes are the same."""
 
     def make(path):
-        with_pickle(path, MUCH)
+        save_legacy({"model": {"w": torch.zeros(1000)}}, path)
         content = path.read_bytes()
-        name = content[30 : 30 + int.from_bytes(content[26:28], "little")]
-        changed = name.replace(old, new)
-        assert len(name) == len(changed) and content.count(name) == 2
-        path.write_bytes(content.replace(name, changed))
-        if add:
-            with zipfile.ZipFile(path, "a") as archive:
-                archive.writestr(name.decode(), add)
+        assert content.count(what) == count
+        path.write_bytes(content.replace(what, what.replace(b"M\xe8\x03", b"J\x00\xca\x9a\x3b")))
 
     return make
-
-
-def two_directories(path):
-    """Python finds one in front of the end of the archive, torch the one that the end names."""
-    with_pickle(path, MUCH + bytes(999))
-    with zipfile.ZipFile(path, "a") as archive:
-        name = archive.namelist()[0]
-        assert name.endswith("data.pkl")
-        with pytest.warns(UserWarning, match="Duplicate name"):
-            archive.writestr(name, pickle.dumps({"model": {}}, protocol=2))
-    content = path.read_bytes()
-    start = int.from_bytes(content[-6:-2], "little")
-    entries = [b"PK\1\2" + entry for entry in content[start:-22].split(b"PK\1\2")[1:]]
-    told, found = entries[:-1], entries[1:]
-    length = sum(map(len, told))
-    for number, entry in enumerate(found):  # Python counts from where it thinks the archive begins
-        offset = int.from_bytes(entry[42:46], "little") - length
-        found[number] = entry[:42] + offset.to_bytes(4, "little") + entry[46:]
-    counts = len(told).to_bytes(2, "little") * 2 + length.to_bytes(4, "little")
-    end = content[-22:-14] + counts + content[-6:]
-    path.write_bytes(b"".join([content[:start], *told, *found, end]))
-
-
-def damaged_tensor(path):
-    """One bit of one number; torch reads it without a word."""
-    save_zip({"model": {"w": torch.full((1000,), 7.0)}}, path)
-    content = bytearray(path.read_bytes())
-    content[content.index(torch.full((9,), 7.0).numpy().tobytes()) + 3] ^= 0x40
-    path.write_bytes(content)
-
-
-def encrypted(path):
-    save_zip(good(), path)
-    content = bytearray(path.read_bytes())
-    content[content.rindex(b"PK\x01\x02") + 8] |= 1
-    path.write_bytes(content)
-
-
-def laughs():
-    """A billion values, of which ten are there."""
-    value = [1.0]
-    for _ in range(9):
-        value = [value] * 10
-    return value
-
-
-def circle():
-    value = []
-    value.append(value)
-    return value
 
 
 def old_tar(path):
@@ -509,14 +403,6 @@ def old_tar(path):
             member = tarfile.TarInfo(name)
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
-
-
-def leads_out(name):
-    def make(path):
-        save_zip(good(), path)
-        rezip(path, lambda _, content: content, add=[(name, b"x")])
-
-    return make
 
 
 def holds(**changes):
@@ -539,10 +425,6 @@ def cut(share):
     return make
 
 
-def legacy_with(pickled):
-    return lambda path: path.write_bytes(checkpoint_files.LEGACY + b"\x80\x04" + pickled)
-
-
 def cut_legacy(share):
     def make(path):
         save_legacy(good(), path)
@@ -556,33 +438,12 @@ def text(content):
     return b"X" + len(content).to_bytes(4, "little") + content
 
 
-def many_keys(path):
-    """A tensor of 16 MB by 64 keys, which differ in case."""
-    keys = map("".join, itertools.product("aA", repeat=6))
-    number = b"X\x03\x00\x00\x00cpuJ" + (4 * MIB).to_bytes(4, "little") + b"tQ"
-    storage = b"(" + text(b"storage") + b"ctorch\nFloatStorage\n"
-    parts = [storage + text(key.encode()) + number for key in keys]
-    with_pickle(path, b"\x80\x02](" + b"".join(parts) + b"e.")
-    with zipfile.ZipFile(path, "a") as archive:
-        archive.writestr(archive.namelist()[0].replace("data.pkl", "data/aaaaaa"), bytes(16 * MIB))
-
-
-def compressed(path):
-    save_zip(good(), path)
-    rezip(path, lambda name, content: content, zipfile.ZIP_DEFLATED)
-
-
 SHAPE, STRIDE = b"M\xe8\x03\x85", b"K\x01\x85"  # in the pickle of 1,000 numbers
-ENDLESS = (  # a number that is expanded to 5 million
+EXPANDED = (  # a number that is expanded to 5 million
     b"ctorch._utils\n_rebuild_tensor_v2\n((" + text(b"storage") + b"ctorch\nFloatStorage\n"
     + text(b"0") + text(b"cpu") + b"M\xe8\x03tQK\x00J\x40\x4b\x4c\x00\x85K\x00\x85\x89"
     b"ccollections\nOrderedDict\n)RtR"
 )  # fmt: skip
-ENCODE = b"c_codecs\nencode\nq\x00" + text(b"a" * MIB) + text(b"utf-8") + b"\x86q\x01"
-SIZE = b"ctorch\nSize\nq\x00(" + b"K\x01" * (MIB // 2) + b"t\x85q\x01"
-BUILD = b"}q\x00(" + b"".join(text(b"%d" % n) + b"N" for n in range(9999)) + b"u"
-BUILD += b"cargparse\nNamespace\nq\x01"
-MUCH = b"\x80\x02c__builtin__\nbytearray\nJ\x00\x00\x00\x30\x85R."  # 800 MB
 NUMBER = b"\x80\x02cnumpy.core.multiarray\nscalar\ncnumpy\ndtype\n"
 BROKEN = {
     "empty": lambda path: path.write_bytes(b""),
@@ -595,7 +456,7 @@ BROKEN = {
     "a tar": old_tar,
     "another magic": lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(999)),
     "gzip": lambda path: path.write_bytes(gzip.compress(pickle.dumps({"model": {}}))),
-    "the magic alone": lambda path: path.write_bytes(checkpoint_files.LEGACY),
+    "the magic alone": lambda path: path.write_bytes(LEGACY),
     "a list": lambda path: save_zip([1, 2], path),
     "no model": lambda path: save_zip({"args": None}, path),
     "a model that is a list": holds(model=[torch.zeros(2)]),
@@ -615,67 +476,28 @@ BROKEN = {
     "a stride beyond it": with_size(STRIDE, b"J\0\xca\x9a\x3b\x85"),
     "a negative stride": with_size(STRIDE, b"J\xff\xff\xff\xff\x85"),
     "a negative size": with_size(SHAPE, b"J\xff\xff\xff\xff\x85"),
-    "a storage beyond the record": with_size(b"M\xe8\x03t", b"J\0\xca\x9a\x3bt"),
-    "a storage beyond a legacy file": legacy_with_size,
-    **{
-        f"legacy, 2^{bits} bytes declared": legacy_with(b"\x8e" + (1 << bits).to_bytes(8, "little"))
-        for bits in (36, 62)
-    },
-    "4 GB declared for the pickle": lambda path: declares(path, b"data.pkl"),
-    "4 GB declared for a tensor": lambda path: declares(path, b"data/0"),
-    "deflated": deflated,
-    "whole, but deflated": compressed,
-    "overlapping records": records_that_overlap,
-    "a record twice": duplicated,
-    "a record twice, in capitals": renamed(b"data.pkl", b"DATA.PKL", add=b"\x80\x02}."),
-    "a pickle in capitals": renamed(b"data.pkl", b"DATA.pkl"),
-    "two directories": two_directories,
-    "a name with ..": leads_out("archive/../../x"),
-    "an absolute name": leads_out("/tmp/x"),
-    "a damaged tensor": damaged_tensor,
-    "encrypted": encrypted,
-    "bytearray": pickled(b"\x80\x02c__builtin__\nbytearray\n\x8a\x05\x00\xe4\x0b\x54\x02\x85R."),
-    "a text that is encoded again": pickled(
-        b"\x80\x02" + ENCODE + b"]" + b"h\x00h\x01Ra" * 900 + b"."
-    ),
-    "a size that is copied again": pickled(
-        b"\x80\x02" + SIZE + b"]" + b"h\x00h\x01Ra" * 200 + b"."
-    ),
-    "options that are copied again": pickled(
-        b"\x80\x02" + BUILD + b"]" + b"h\x01)\x81h\x00ba" * 1500 + b"."
-    ),
-    "a tensor that is gone through": pickled(b"\x80\x02c__builtin__\nset\n" + ENDLESS + b"\x85R."),
-    "arguments that are a tensor": pickled(b"\x80\x02c__builtin__\nset\n" + ENDLESS + b"R."),
-    "a tensor by many keys": many_keys,
-    "deep lists": pickled(b"\x80\x02" + b"]" * 10**5 + b"a" * (10**5 - 1) + b"."),
-    "deep tuples": pickled(b"\x80\x02)" + b"\x85" * 40_000 + b"."),
-    "a key of tuples": pickled(b"\x80\x02})" + b"\x85" * 40_000 + b"Ns."),
-    "a deep key": pickled(b"\x80\x02})" + b"\x85" * 400_000 + b"Ns."),
-    "a billion values": holds(extra_state={"x": laughs()}),
-    "a circle": holds(extra_state={"x": circle()}),
+    "a storage beyond the record": with_size(b"M\xe8\x03", b"J\0\xca\x9a\x3b"),
+    "a storage beyond a legacy file": legacy_with_size(b"M\xe8\x03", 2),
+    "a shape beyond a legacy storage": legacy_with_size(b"K\x00M\xe8\x03", 1),
     "numpy: an object": pickled(NUMBER + b"X\x02\x00\x00\x00|O\x85RC\x08AAAAAAAA\x86R."),
     "numpy: object fields": holds(extra_state={"x": np.zeros(2, [("a", "O")])}),
     "numpy: objects": holds(extra_state={"x": np.array([None, "a"])}),
     "numpy: a tensor as a shape": pickled(
-        b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n)R(K\x01" + ENDLESS + b"NNNtb."
+        b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n)R(K\x01" + EXPANDED + b"NNNtb."
     ),
     "numpy: texts": holds(extra_state={"x": np.array(["abc"])}),
     "numpy: records": holds(extra_state={"x": np.zeros(2, [("a", "f8")])[0]}),
     **{f"cut at {share}": cut(share) for share in np.linspace(0.001, 0.999, 25).round(4)},
     **{f"legacy, cut at {share}": cut_legacy(share) for share in np.linspace(0.01, 0.99, 15)},
 }  # fmt: skip
-MEMORY = 400 * MIB
 
 
 def test_broken_checkpoints(doors, tmp_path, figure):
     refused, tried, taken = 0, 0, []
     others = itertools.cycle([door for door in doors if door != "read_checkpoint"])
-    forget_peak()
-    before = peak()
     for name, make in BROKEN.items():
         path = tmp_path / f"{len(taken)}_{tried}.pt"
         make(path)
-        forget_peak()
         for door in ("read_checkpoint", next(others)):
             if path.is_dir() and door == "--restore-file":
                 continue  # fairseq takes it for no checkpoint
@@ -684,7 +506,6 @@ def test_broken_checkpoints(doors, tmp_path, figure):
                 taken.append((name, door))
             else:
                 refused += 1
-        assert peak() - before < MEMORY, name
     assert not taken
     report(figure, f"broken checkpoints of {len(BROKEN)} kinds", refused, tried)
 
@@ -732,30 +553,6 @@ UNUSABLE = {
     "a history that is text": {"optimizer_history": "Adam"},
     "no history": {"optimizer_history": None},
 }
-
-
-HUGE = {
-    "layers without end": {
-        "model": {"weight": torch.zeros(1)},
-        **option(arch="transformer", encoder_layers=10**9),
-    },
-    "windows without end": option(encoder_max_left="1x1000000000", encoder_layers=10**9),
-    "layers as wide as memory": option(decoder_ffn_embed_dim=1 << 20),
-    "a layer wider than memory": option(decoder_ffn_embed_dim=1 << 40),
-    "positions without end": option(max_source_positions=1 << 21),
-}
-
-
-def test_options_that_ask_for_a_huge_model(doors, tmp_path, figure, monkeypatch):
-    monkeypatch.setattr(checkpoint_files, "LEAST_ROOM", 64 * MIB)
-    path, refused = tmp_path / "huge.pt", 0
-    for name, changes in HUGE.items():
-        save_zip(good(**changes), path)
-        forget_peak()
-        before = peak()
-        refused += refusal(doors["fairseq-generate"], path) is not None
-        assert peak() - before < MEMORY, name
-    report(figure, "options that ask for a huge model", refused, len(HUGE))
 
 
 def test_checkpoints_that_do_not_fit(doors, tmp_path, figure):
@@ -831,8 +628,6 @@ def fuzz(folder, path, trap, count, seed, results):
         contents[save] = path.read_bytes()
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     refused = whole = 0
-    forget_peak()
-    before = peak()
     for number in range(count):
         kind = number % 3
         if kind == 0:
@@ -853,8 +648,7 @@ def fuzz(folder, path, trap, count, seed, results):
         whole += 1
         for name, value in model.state_dict().items():
             assert value.shape == shapes[name]
-            assert kind == 2 or value.isfinite().all(), name  # legacy files have no sums
-    assert not trap.exists() and peak() - before < MEMORY
+    assert not trap.exists()
     results.put((refused, whole))
 
 
@@ -963,14 +757,14 @@ def test_bytes_that_are_not_utf_8(bad, tmp_path):
     text.write_bytes(text.read_bytes() + b"ab" + bad + b"\nmore\n")
     expected = f"{text}: line {len(LINES) + 1}: expected UTF-8, got byte 0x{bad[0]:02x} at column 3"
     with pytest.raises(ValueError) as refused:
-        next(compat.read_lines_as_they_are(None, str(text), 1))  # before the first is translated
+        next(compat.text.read_lines_of_input(None, str(text), 1))  # before the first is translated
     assert str(refused.value) == expected
     args = argparse.Namespace(
         source_lang="es", target_lang=None, only_source=True, trainpref=str(tmp_path / "train"),
         dict_only=False, validpref=None, testpref=None,
     )  # fmt: skip
     with pytest.raises(ValueError) as refused:
-        compat.check_corpora_first(lambda args: pytest.fail("it went on"), args)
+        compat.text.check_corpora_first(lambda args: pytest.fail("it went on"), args)
     assert str(refused.value) == expected
     with pytest.raises(ValueError, match=f"train.es: not .* line {len(LINES) + 1}: 'utf-8' codec"):
         corpora.read_sentences(tmp_path, "train.es")

@@ -1,8 +1,8 @@
 """Checkpoints of the published TaLK implementation, under our names.
 
 They hold the options as a Namespace of fairseq 0.9 or 0.10. `upgrade` translates those where
-fairseq upgrades what it has read (compat.py); the encoder and the decoder rename the parameters
-where fairseq upgrades what it loads (`rename_parameters`).
+fairseq upgrades what it has read (compat/checkpoints.py); the encoder and the decoder rename the
+parameters where fairseq upgrades what it loads (`rename_parameters`).
 """
 
 import argparse

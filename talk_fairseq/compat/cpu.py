@@ -1,0 +1,108 @@
+"""Patches of training without a GPU, in one process or several."""
+
+import os
+
+import fairseq.distributed.utils
+import fairseq.models.distributed_fairseq_model
+import fairseq.optim.amp_optimizer
+import fairseq.options
+import fairseq.trainer
+import torch
+
+from talk_fairseq.compat.patching import applies, overlay, patches
+
+
+@patches(fairseq.options, "parse_args_and_arch")
+def train_bf16_without_tpu(original, *args, **kwargs):
+    """Switch ``--tpu`` off again, which the flag ``--bf16`` switches on, on a GPU too.
+
+    Without torch_xla there is no TPU. Without it: ``'NoneType' object has no attribute
+    'xla_device'`` (YAML files do not have this).
+    """
+    parsed = original(*args, **kwargs)
+    options = parsed[0] if isinstance(parsed, tuple) else parsed
+    if getattr(options, "bf16", False) and fairseq.distributed.utils.xm is None:
+        options.tpu = False
+    return parsed
+
+
+@patches(fairseq.trainer.Trainer, "__init__")
+def refuse_fp16_on_cpu(original, self, cfg, *args, **kwargs):
+    """Raise ValueError for ``--fp16`` on a CPU, before anything is trained.
+
+    ``--bf16``, ``--memory-efficient-fp16`` and ``--amp`` run. Without it: the optimizer fails with
+    ``Torch not compiled with CUDA enabled``.
+    """
+    common = getattr(cfg, "common", cfg)  # old scripts pass a flat Namespace
+    on_cpu = common.cpu or not torch.cuda.is_available()
+    if on_cpu and common.fp16 and not common.memory_efficient_fp16:
+        raise ValueError("expected a GPU for --fp16, got a CPU: use --bf16, --amp or neither")
+    return original(self, cfg, *args, **kwargs)
+
+
+@applies
+def keep_overflows_on_cpu():
+    """Keep what the trainer makes a tensor of on the CPU, where there is no GPU.
+
+    Without it: ``--memory-efficient-fp16`` ends at the first overflow with ``Torch not compiled
+    with CUDA enabled``, of the zero that stands for the norm of gradients that overflowed.
+    """
+
+    class OnTheCPU(torch.Tensor):
+        def cuda(self, *args, **kwargs):
+            return self.as_subclass(torch.Tensor)
+
+    def tensor(*args, **kwargs):
+        value = torch.tensor(*args, **kwargs)
+        return value if torch.cuda.is_available() else value.as_subclass(OnTheCPU)
+
+    overlay(fairseq.trainer, torch, tensor=tensor)
+
+
+@patches(fairseq.optim.amp_optimizer.AMPOptimizer, "clip_grad_norm")
+def clip_gradients_without_scaler(original, self, max_norm, aggregate_norm_fn=None):
+    """Clip the gradients of ``--amp`` without a GPU, where torch has disabled the scaler.
+
+    Raises FloatingPointError for those that are not finite, as without ``--amp``. Without it: they
+    end in an AttributeError, of a scaler that has no scale to lower.
+    """
+    if self.scaler.is_enabled():
+        return original(self, max_norm, aggregate_norm_fn)
+    norm = self.fp32_optimizer.clip_grad_norm(max_norm, aggregate_norm_fn)
+    if not torch.isfinite(norm).all():
+        raise FloatingPointError("gradients are Nan/Inf")
+    return norm
+
+
+@patches(fairseq.distributed.utils, "infer_init_method")
+def join_torchrun_on_cpu(original, cfg, *args, **kwargs):
+    """Join the processes of ``torchrun fairseq-train`` without a GPU, with the gloo backend.
+
+    Without it: they are independent jobs that share one folder. fairseq takes the number of GPUs,
+    at least 1, for the number of processes, and never looks at torchrun's variables.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if (
+        torch.cuda.is_available()
+        or processes == 1
+        or "MASTER_ADDR" not in os.environ
+        or cfg.distributed_init_method is not None
+    ):
+        return original(cfg, *args, **kwargs)
+    cfg.distributed_init_method = "env://"
+    cfg.distributed_world_size = processes
+    cfg.distributed_rank = int(os.environ["RANK"])
+    cfg.distributed_backend = "gloo"
+    cfg.distributed_no_spawn = True
+    cfg.device_id = 0
+
+
+@patches(fairseq.models.distributed_fairseq_model, "DistributedDataParallel")
+def omit_device_ids_on_cpu(original, module, device_ids=None, output_device=None, **kwargs):
+    """Pass torch's DistributedDataParallel no device ids for a module on a CPU.
+
+    Without it: ValueError.
+    """
+    if all(parameter.device.type == "cpu" for parameter in module.parameters()):
+        device_ids = output_device = None
+    return original(module, device_ids=device_ids, output_device=output_device, **kwargs)

@@ -1,0 +1,133 @@
+"""Patches of fairseq's batches and epochs: every sentence once, also in a run that resumes."""
+
+import math
+import types
+
+import fairseq.data.data_utils
+import fairseq.data.iterators
+import fairseq.data.language_pair_dataset
+import fairseq.data.token_block_dataset
+import fairseq.modules.dynamic_crf_layer
+import fairseq.tasks.fairseq_task
+import numpy as np
+
+from talk_fairseq.compat.patching import applies, overlay, patches
+
+
+@patches(fairseq.data.data_utils, "batch_by_size")
+def keep_last_batch(original, indices, *args, **kwargs):
+    """Append the indices that fairseq lost as a last batch.
+
+    Without it: since December 2022, fairseq silently drops a last batch whose size is no multiple
+    of 8, in training, validation and generation alike: 40 of 43 sentences are translated, and a
+    data set of fewer than 8 is "empty". Batches follow the order of ``indices``, so what is lost
+    is a tail. No indices at all are an IndexError in fairseq; here a ValueError that says so.
+    """
+    if not isinstance(indices, np.ndarray):
+        indices = np.fromiter(indices, dtype=np.int64)
+    try:
+        batches = list(original(indices, *args, **kwargs))
+    except IndexError:
+        if len(indices) > 0:
+            raise
+        raise ValueError(
+            "expected sentences to batch, got none: the data set is empty, "
+            "or every sentence is over the maximum length"
+        ) from None
+    kept = sum(len(batch) for batch in batches)
+    return batches + [indices[kept:]] if kept < len(indices) else batches
+
+
+@patches(fairseq.tasks.fairseq_task.FairseqTask, "get_batch_iterator")
+def make_same_batches_when_resuming(original, self, dataset, *args, **kwargs):
+    """Make the batches of all epochs as for epoch 1, unless each epoch has batches of its own.
+
+    Without it: a run that resumes in its second epoch or later trains on other batches, since
+    fairseq makes them once for all epochs, from the seed and the number of the epoch that the
+    process begins with. During an epoch, some sentences are then seen twice and others never.
+    """
+    anew = kwargs.get("disable_iterator_cache") or kwargs.get("update_epoch_batch_itr")
+    if anew or not self.can_reuse_epoch_itr(dataset) or dataset in self.dataset_to_epoch_iter:
+        return original(self, dataset, *args, **kwargs)
+    epoch = kwargs.get("epoch", 1)
+    iterator = original(self, dataset, *args, **{**kwargs, "epoch": 1})
+    iterator.epoch = epoch
+    dataset.set_epoch(epoch)
+    return iterator
+
+
+@patches(fairseq.data.iterators.GroupedIterator, "__init__")
+def group_batches_from_resumed_position(
+    original, self, iterable, chunk_size, skip_remainder_batch=False
+):
+    """Count the groups of ``--update-freq`` from where an epoch is resumed.
+
+    Without it: fairseq counts them from the beginning of the epoch, also where training resumes
+    within a group. A run that resumes with another ``--update-freq`` may then leave out the end of
+    the epoch, and train on all of that epoch once more.
+    """
+    batches = len(iterable) - getattr(iterable, "n", 0)
+    original(self, iterable, chunk_size, skip_remainder_batch)
+    if not skip_remainder_batch:
+        self.total = self.n + math.ceil(batches / chunk_size)
+
+
+@patches(fairseq.data.iterators.EpochBatchIterator, "_get_iterator_for_epoch")
+def shuffle_epochs_after_curriculum(original, self, epoch, shuffle, *args, **kwargs):
+    """Shuffle the epochs after the first N of ``--curriculum N``.
+
+    Without it: none is shuffled, except in a run that resumes later. fairseq says whether to
+    shuffle where it makes a data loader, which it does once for all epochs.
+    """
+    if self.reuse_dataloader and self.dataloader is not None:
+        self.epoch_batch_sampler.shuffle = shuffle
+    return original(self, epoch, shuffle, *args, **kwargs)
+
+
+@patches(fairseq.data.iterators.EpochBatchIterator, "state_dict")
+def save_number_of_shards(original, self):
+    """Save the number of processes that share an epoch.
+
+    Without it: `resume_epoch_with_other_world_size` cannot know how far an epoch has come.
+    """
+    return {**original(self), "num_shards": self.num_shards}
+
+
+@patches(fairseq.data.iterators.EpochBatchIterator, "load_state_dict")
+def resume_epoch_with_other_world_size(original, self, state_dict):
+    """Resume an epoch where all processes that shared it have come to.
+
+    What is saved is how many batches each process has had. Batches are dealt out in one order, so
+    all of them together tell where to resume; if that is not the same for all processes, some are
+    seen again. Without it: more processes end in ``Cannot resume training due to dataloader
+    mismatch``, and fewer see sentences again.
+    """
+    done = state_dict.get("iterations_in_epoch", 0) * state_dict.get("num_shards", self.num_shards)
+    return original(self, {**state_dict, "iterations_in_epoch": done // self.num_shards})
+
+
+@applies
+def restore_old_numpy_names():
+    """Give ``np.float``, ``np.compat.long`` and ``percentile(interpolation=)`` back to fairseq.
+
+    Only its four modules that use the names see them. (``np.int`` is left: only the masking of
+    audio without overlap uses it, which calls a ``Generator.randint`` that never was.) Without it:
+    ``--sample-break-mode eos``, ``--num-batch-buckets`` and the CRF layer fail with numpy 2.
+    """
+
+    def percentile(*args, interpolation="linear", **kwargs):
+        return np.percentile(*args, **{"method": interpolation, **kwargs})
+
+    for module in (
+        fairseq.data.data_utils,
+        fairseq.data.language_pair_dataset,
+        fairseq.data.token_block_dataset,
+        fairseq.modules.dynamic_crf_layer,
+    ):
+        overlay(
+            module,
+            np,
+            float=float,
+            compat=types.SimpleNamespace(long=np.int64),
+            percentile=percentile,
+        )

@@ -1,0 +1,69 @@
+"""Patches of what fairseq generates and scores."""
+
+import fairseq.ngram_repeat_block
+import fairseq.search
+import fairseq.tasks.language_modeling
+import fairseq.tasks.multilingual_language_modeling
+import torch
+
+from talk_fairseq.compat.patching import patches
+
+
+@patches(fairseq.tasks.language_modeling.LanguageModelingTask, "eval_lm_dataloader")
+@patches(
+    fairseq.tasks.multilingual_language_modeling.MultilingualLanguageModelingTask,
+    "eval_lm_dataloader",
+)
+def score_every_token(original, self, dataset, *args, max_positions=None, **kwargs):
+    """Raise ValueError where ``fairseq-eval-lm`` would skip blocks over the model's maximum.
+
+    Without it: only what is left is scored. Without the ``--tokens-per-sample`` of training, which
+    is then 1024, every block is skipped, and the perplexity is 1.00 or that of a short last block.
+    """
+    indices = dataset.ordered_indices()
+    _, skipped = dataset.filter_indices_by_size(indices, max_positions)
+    if len(skipped) > 0:
+        raise ValueError(
+            f"expected blocks of at most {max_positions} tokens to score, got {len(skipped)} "
+            "longer ones: give --tokens-per-sample as in training, or --sample-break-mode none"
+        )
+    return original(self, dataset, *args, max_positions=max_positions, **kwargs)
+
+
+@patches(fairseq.ngram_repeat_block.NGramRepeatBlock, "_no_repeat_ngram")
+def block_repeated_ngrams(original, self, tokens, lprobs, bsz, beam_size, step):
+    """Block the n-grams of ``--no-repeat-ngram-size`` without fairseq's CUDA extension.
+
+    Without it: nothing is blocked, in any task; sixteen times "the" with a size of 3. Wheels have
+    no extension, and what is generated is compared with the end of the whole buffer, which is
+    padding until the last step.
+
+    Args:
+        tokens: (rows, positions) of which the first ``step + 1`` are written, one to begin with.
+        lprobs: (rows, words), set to -inf where a word would complete an n-gram that is there.
+    """
+    n = self.no_repeat_ngram_size
+    written = tokens[:, 1 : step + 1]
+    if step >= n:
+        ngrams = written.unfold(1, n, 1)  # (rows, number, n)
+        last = written[:, step - n + 1 :].unsqueeze(1)
+        rows, numbers = ngrams[:, :, :-1].eq(last).all(dim=2).nonzero(as_tuple=True)
+        lprobs[rows, ngrams[rows, numbers, -1]] = -torch.inf
+    return lprobs
+
+
+@patches(fairseq.search.DiverseBeamSearch, "step")
+def index_diverse_beams_by_row(
+    original, self, step, lprobs, scores, prev_output_tokens=None, original_batch_idxs=None
+):
+    """Give ``--diverse-beam-groups`` the rows of the batch rather than the sentences' numbers.
+
+    The first step has all sentences, which tells the row of each. Without it: IndexError where a
+    number exceeds the batch; where none does, the penalties of another sentence.
+    """
+    if step == 0:
+        self.first_batch_idxs = original_batch_idxs
+    elif original_batch_idxs is not None:
+        same = original_batch_idxs.unsqueeze(1).eq(self.first_batch_idxs)
+        original_batch_idxs = same.int().argmax(dim=1)
+    return original(self, step, lprobs, scores, prev_output_tokens, original_batch_idxs)

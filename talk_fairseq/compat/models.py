@@ -1,0 +1,66 @@
+"""Patches of how fairseq builds models: from the names of archs and the keys of YAML files."""
+
+import argparse
+
+import fairseq.dataclass.initialize
+import fairseq.dataclass.utils
+import fairseq.models
+import fairseq.utils
+import torch
+from omegaconf import OmegaConf
+
+from talk_fairseq.compat.patching import patches, patches_command
+
+
+@patches(fairseq.utils, "get_activation_fn")
+def return_swish_as_function(original, activation):
+    """Return a function for ``swish``, as for all other activations.
+
+    For configs and architectures that name it: the flags of fairseq's own models do not offer it.
+    ``ConformerLayer`` wants the class; it has imported the original by name and keeps it. Without
+    it: the result is the class ``torch.nn.SiLU``, and the first forward raises TypeError.
+    """
+    function = original(activation)
+    return torch.nn.functional.silu if function is torch.nn.SiLU else function
+
+
+@patches_command("hydra_validate", "add_defaults")
+@patches_command("hydra_train", "add_defaults")
+@patches_command("train", "add_defaults")
+@patches(fairseq.dataclass.initialize, "add_defaults")
+def apply_arch_defaults_in_yaml(original, cfg):
+    """Set what the arch sets before the defaults of the model's dataclass are.
+
+    Without it: ``fairseq-hydra-train`` takes the defaults of the model for those of the arch;
+    ``_name: transformer_lm_big`` silently trains the 6 layers of ``transformer_lm``.
+    """
+    OmegaConf.set_struct(cfg, False)
+    model = cfg.get("model")
+    name = model if isinstance(model, str) else getattr(model, "_name", None)
+    if fairseq.models.ARCH_MODEL_NAME_REGISTRY.get(name) in fairseq.models.MODEL_DATACLASS_REGISTRY:
+        if model == name:
+            cfg.model = {"_name": name}
+        OmegaConf.set_struct(cfg.model, False)
+        fairseq.models.ARCH_CONFIG_REGISTRY[name](cfg.model)
+        if cfg.model.get("base_shuffle") is False:  # an integer in fairseq's dataclasses
+            cfg.model.base_shuffle = 0
+    return original(cfg)
+
+
+@patches(fairseq.models, "build_model")
+def build_legacy_models_from_yaml(original, cfg, task, *args, **kwargs):
+    """Give models without a dataclass (transformer, lightconv, fconv) all flags in one Namespace.
+
+    Without it: a YAML file that names one ends in ``has no attribute 'weight_softmax'``, since the
+    defaults of the flags are not filled in, and those of the task are elsewhere; a list of one
+    kernel size is a TypeError.
+    """
+    model = fairseq.models.ARCH_MODEL_REGISTRY.get(getattr(cfg, "_name", None))
+    if OmegaConf.is_config(cfg) and model and getattr(model, "__dataclass", None) is None:
+        of_task = getattr(task, "cfg", None) or getattr(task, "args", None)  # of an older task
+        cfg = argparse.Namespace(**OmegaConf.to_container(cfg, resolve=True))
+        for name in ("max_source_positions", "max_target_positions", "tokens_per_sample"):
+            if not hasattr(cfg, name) and getattr(of_task, name, None) is not None:
+                setattr(cfg, name, getattr(of_task, name))
+        fairseq.dataclass.utils._set_legacy_defaults(cfg, model)
+    return original(cfg, task, *args, **kwargs)
