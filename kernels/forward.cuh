@@ -1,7 +1,7 @@
 // The forward pass.
 //
-// A block stages its tile of rows and the halo that windows reach, and holds prefix sums of them in
-// the precision that is computed in. They start anew in every unit of UNIT rows: so they stay small,
+// A block stages its tile of rows and the halo that windows reach, and holds prefix sums of them,
+// in the type that is computed in. They start anew in every unit of UNIT rows: so they stay small,
 // and their error depends neither on T nor on how short a window is. With units of 4 rows:
 //
 //     row              0    1    2    3  |  4    5    6    7  |  8    9  ...

@@ -24,8 +24,8 @@ __device__ inline unsigned short talk_float_to_half(float value) {
 struct float16 { unsigned short bits; };
 struct bfloat16 { unsigned short bits; };
 
-// What a storage type is computed in, what the forward pass scans it in, and what stands for 1 in
-// sums of rows. bfloat16 reaches as far as float32, which would overflow: sums hold 2^-16 of it,
+// What a storage type is computed in, what many of its rows are added up in, and what stands for 1
+// in sums of rows. bfloat16 reaches as far as float32, which would overflow: sums hold 2^-16 of it,
 // with room for 65,536 of its largest rows. Its least number, 2^-133, becomes 2^-149, float32's
 // least (where small floats are flushed to 0, sums below 2^-110 are).
 template <typename Compute_, typename Sum_, int bits = 0> struct TypesOf {
@@ -106,8 +106,8 @@ __device__ inline void add(Pack<S, N>& sum, const Pack<V, N>& value, S weight = 
     for (int n = 0; n < N; ++n) sum.v[n] += weight * wide(value, n);
 }
 
-// Halves that are converted twice: the compiler would keep what they became, in twice the registers,
-// if it knew that `zero` is 0.
+// Halves that are converted twice: the compiler would keep what they became, in twice the
+// registers, if it knew that `zero` is 0.
 template <typename X, int N>
 __device__ inline void forget(Pack<X, N>& halves, unsigned int zero) {
     if constexpr (sizeof(X) == 2 && N % 2 == 0)
