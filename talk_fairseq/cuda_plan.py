@@ -225,8 +225,11 @@ def _backward_kernel(dtype, T, R, aligned):
 
 
 def _halo(size):
-    """Rows to stage for a window of `size`: offsets up to 1.25 (dropout of 0.2) still fit."""
-    return size + size // 4 + 1
+    """Rows to stage for a window of `size`: offsets up to 1.25 (dropout of 0.2) still fit.
+
+    At most 2^30, with which a kernel's 32-bit numbers can still reckon.
+    """
+    return min(size + size // 4 + 1, 2**30)
 
 
 def _tiles(T, tile):

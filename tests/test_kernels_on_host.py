@@ -200,6 +200,12 @@ def test_windows_of_all_sizes(kernel, windows, T, shared_memory):
     assert any(name.startswith(kernel) for name in host.launched)
 
 
+@pytest.mark.parametrize("shared_memory", [0, SHARED_MEMORY])
+@pytest.mark.parametrize("T", [40, 300])
+def test_the_largest_windows(T, shared_memory):
+    check(Host(shared_memory=shared_memory), example(T, 1, 1, 8), 2**31 - 1, 2**31 - 1)
+
+
 @pytest.mark.parametrize("T", [35, 64, 65, 224, 225, 460])
 def test_short_sequences_and_windows_beyond_shared_memory(T):
     host = Host()
