@@ -1,23 +1,11 @@
 """The TaLK-Conv encoder-decoder: fairseq's Transformer with TaLKConvUnit for self-attention."""
 
-import argparse
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
-from typing import Any, Optional
-
-from fairseq.dataclass import FairseqDataclass
-from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.distributed import fsdp_wrap
-from fairseq.models import register_model, register_model_architecture
+from fairseq.models import register_model
 from fairseq.models.transformer import (
-    TransformerConfig,
     TransformerDecoderBase,
     TransformerEncoderBase,
     TransformerModelBase,
-)
-from fairseq.models.transformer.transformer_config import (
-    DecoderConfig,
-    EncDecBaseConfig,
-    QuantNoiseConfig,
 )
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.quant_noise import quant_noise
@@ -25,12 +13,21 @@ from fairseq.modules.transformer_layer import (
     TransformerDecoderLayerBase,
     TransformerEncoderLayerBase,
 )
-from omegaconf import OmegaConf
 
 from talk_fairseq.models import encoder_attention
+from talk_fairseq.models.archs import TALKCONV, register_archs
+from talk_fairseq.models.config import (
+    TaLKConvConfig,
+    TaLKConvUnitConfig,  # noqa: F401
+    add_flags,
+    keep_layers,
+    nested_config,
+    window_list,
+)
 from talk_fairseq.models.released import rename_parameters
 from talk_fairseq.modules import TaLKConvUnit
 
+<<<<<<< HEAD
 # --- Configuration: flat, since a nested config works from YAML but not from flags ---
 
 _NESTED = {"encoder": EncDecBaseConfig, "decoder": DecoderConfig, "quant_noise": QuantNoiseConfig}
@@ -235,6 +232,8 @@ def keep_layers(side, name, *windows):
 
 # --- Model ---
 
+=======
+>>>>>>> d640018
 
 def build_unit(cfg, side, heads, window):
     """The TaLKConvUnit of a layer of ``side`` (cfg.encoder or cfg.decoder)."""
@@ -412,71 +411,4 @@ class TaLKConvModel(TransformerModelBase):
         return TaLKConvDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
 
 
-# --- Beyond the paper ---
-
-_PLUS = {
-    "activation_fn": "relu",
-    "spread_offsets": True,
-    "encoder_short_kernel": 7,
-    "decoder_short_kernel": 8,
-}
-
-# --- The paper's models (appendix A); all of them post-norm, with Swish ---
-
-
-def _sizes(embed_dim, ffn_embed_dim, heads):
-    """The same sizes on both sides."""
-    return {
-        f"{side}_{name}": value
-        for side in ("encoder", "decoder")
-        for name, value in (
-            ("embed_dim", embed_dim),
-            ("ffn_embed_dim", ffn_embed_dim),
-            ("attention_heads", heads),
-        )
-    }
-
-
-_DROPOUTS = {"dropout": 0.3, "attention_dropout": 0.1, "offset_dropout": 0.1, "input_dropout": 0.1}
-_IWSLT = {
-    **_sizes(512, 1024, 4),
-    **_DROPOUTS,
-    "input_dropout": 0.0,
-    "encoder_max_left": "1,3,7,15x4",
-    "decoder_max_left": "1,3,7,15x3",
-    "encoder_glu": False,
-    "decoder_glu": False,
-}
-_BIG = {**_sizes(1024, 4096, 16), **_DROPOUTS}
-_CNN_DM = {**_sizes(512, 2048, 8), **_DROPOUTS}
-
-register_archs(
-    "talkconv",
-    {
-        "talkconv_iwslt_de_en": _IWSLT,
-        "talkconv_plus": _PLUS,
-        "talkconv_plus_iwslt_de_en": {**_IWSLT, **_PLUS},
-        "talkconv_plus_wmt_en_de_big": {**_BIG, **_PLUS},
-        "talkconv_wmt_en_de_big": _BIG,
-        # Small decoders, for speed.
-        "talkconv_wmt_en_de_big_1_decoder_layer": {
-            **_BIG,
-            "decoder_layers": 1,
-            "decoder_max_left": "31",
-        },
-        "talkconv_wmt_en_de_big_3_decoder_layers": {
-            **_BIG,
-            "decoder_layers": 3,
-            "decoder_max_left": "7,15,31",
-        },
-        "talkconv_wmt_en_fr_big": {**_BIG, "dropout": 0.1},
-        "talkconv_cnndm_std": _CNN_DM,
-        "talkconv_cnndm_deep": {
-            **_CNN_DM,
-            "encoder_layers": 10,
-            "decoder_layers": 10,
-            "encoder_max_left": "3,7,15,31x7",
-            "decoder_max_left": "3,7,31x8",
-        },
-    },
-)
+register_archs("talkconv", TALKCONV)

@@ -9,14 +9,9 @@ from fairseq.models.transformer import Embedding
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 
-from talk_fairseq.models.talkconv import (
-    TaLKConvDecoder,
-    TaLKConvUnitConfig,
-    add_flags,
-    keep_layers,
-    nested_config,
-    register_archs,
-)
+from talk_fairseq.models.archs import TALKCONV_LM, register_archs
+from talk_fairseq.models.config import TaLKConvUnitConfig, add_flags, keep_layers, nested_config
+from talk_fairseq.models.talkconv import TaLKConvDecoder
 
 
 @dataclass
@@ -193,40 +188,4 @@ class TaLKConvLanguageModel(FairseqLanguageModel):
         return cls(decoder)
 
 
-_BIG = {
-    "decoder_embed_dim": 1024,
-    "decoder_ffn_embed_dim": 4096,
-    "decoder_attention_heads": 16,
-}
-
-register_archs(
-    "talkconv_lm",
-    {
-        # Beyond the paper.
-        "talkconv_plus_lm": {
-            "activation_fn": "relu",
-            "spread_offsets": True,
-            "decoder_short_kernel": 8,
-        },
-        "talkconv_lm_big": {**_BIG, "decoder_layers": 12, "decoder_max_left": "3,7,15,31x9"},
-        # The paper's model (appendix A) with the released heads and windows (the paper has 8 heads,
-        # and one window fewer than layers): no final norm, and everything tied that can be.
-        "talkconv_lm_wiki103": {
-            **_BIG,
-            "decoder_layers": 17,
-            "decoder_max_left": "3,5,7,15,31,63x12",
-            "dropout": 0.3,
-            "attention_dropout": 0.1,
-            "activation_dropout": 0.1,
-            "offset_dropout": 0.2,
-            "input_dropout": 0.1,
-            "no_decoder_final_norm": True,
-            "adaptive_input": True,
-            "adaptive_input_cutoff": "20000,60000",
-            "adaptive_softmax_cutoff": "20000,60000",
-            "adaptive_softmax_dropout": 0.2,
-            "tie_adaptive_weights": True,
-            "tie_adaptive_proj": True,
-        },
-    },
-)
+register_archs("talkconv_lm", TALKCONV_LM)
