@@ -53,8 +53,8 @@ STAGES = (
     Stage("capture", "A CUDA graph captured without a warm-up", 15),
     Stage("calls", "Small calls: eager, and replays of a CUDA graph", 25),
     Stage("rotation", "Inputs that do not come from the cache", 25),
-    Stage("decoding", "Decoding: tokens a second", 50, ("cupy", "fairseq")),
-    Stage("training", "Training: tokens a second", 50, ("cupy", "fairseq")),
+    Stage("decoding", "Decoding: tokens per second", 50, ("cupy", "fairseq")),
+    Stage("training", "Training: tokens per second", 50, ("cupy", "fairseq")),
     Stage("profile", "What holds the kernels up", 45, ("cupy", "ncu")),
 )
 
