@@ -112,7 +112,7 @@ __device__ void sort_ends(const Problem& p, int head, const Tile<F>& tile, int b
     int total;  // of ends, and 65,536 times that of open windows
     const int count = (i < buckets ? tile.starts[i] : 0) + (open << 16);
     const int before = sum_before(count, tile.warps, total);
-    if (i < buckets) tile.starts[i] = before & 0xffff;
+    if (i < buckets - 1) tile.starts[i] = before & 0xffff;
     if (open) tile.opens[before >> 16] = i;
     if (i == 0) tile.starts[buckets - 1] = total & 0xffff, *tile.open_windows = total >> 16;
     __syncthreads();
@@ -301,7 +301,7 @@ __device__ void add_far(const Problem& p, int head, const Tile<F>& tile, Window<
         __syncthreads();
         const int own = t + threadIdx.x;
         if (threadIdx.x < REACH) {
-            Window<F> w = {p.T + 1, p.T, 0, 0};
+            Window<F> w = {0x7fffffff, -2, 0, 0};  // which no segment has rows of
             if (own < p.T && (own < tile.first || own >= tile.first + tile.staged))
                 w = window_of<X, F>(p, own, head);
             windows[threadIdx.x] = w;
@@ -354,7 +354,7 @@ __device__ inline void stage(Pack<X, N>* staged, const GlobalRows<X, N>& dout, i
 // From how much the running sum changes over each segment to its value before each, in double, a
 // thread to a channel. It starts with the windows that are open before the tile, or with what the
 // scan over chunks found; TOTALS hands over to that scan.
-template <Pass pass, int N, int LANES, int SEGMENTS, typename F>
+template <Pass pass, int N, int LANES, int SEGMENTS, int OPENS, typename F>
 __device__ inline void scan_segments(const Problem& p, int head, int c, Pack<F, N>* changes,
                                      const Pack<F, N>* opens) {
     constexpr int CHANNELS = LANES * N;
@@ -365,7 +365,7 @@ __device__ inline void scan_segments(const Problem& p, int head, int c, Pack<F, 
         const F* open = reinterpret_cast<const F*>(opens) + i;
         double sum = 0;
 #pragma unroll 4
-        for (int s = 0; s < SEGMENTS; ++s) sum += open[s * CHANNELS];
+        for (int s = 0; s < OPENS; ++s) sum += open[s * CHANNELS];
         if constexpr (pass == Pass::TOTALS) p.clipped[at] = sum, sum = 0;
         if constexpr (pass == Pass::WALK) sum = p.totals[at];
 #pragma unroll 4
@@ -439,6 +439,8 @@ template <Pass pass, typename X, int N, int LANES, int ROWS_, int THREADS>
 __device__ void backward(const Problem& p) {
     using F = typename Types<X>::Compute;
     constexpr int SEGMENTS = THREADS / LANES;
+    // Segments that share out the open windows: as many in every kernel, for the same bits.
+    constexpr int OPENS = pass == Pass::TILE ? 4 : SEGMENTS;
     constexpr int UNROLL = pass == Pass::WALK && N < 8 ? 2 : 1;  // loads from global memory
     const int lane = threadIdx.x % LANES, segment = threadIdx.x / LANES;
     const int head = blockIdx.x;
@@ -514,7 +516,7 @@ __device__ void backward(const Problem& p) {
         Pack<F, N> open = {}, rows[ROWS_];
         if constexpr (pass == Pass::TILE)
 #pragma unroll 1
-            for (int k = segment; k < *tile.open_windows; k += SEGMENTS)
+            for (int k = segment; segment < OPENS && k < *tile.open_windows; k += OPENS)
                 add(open, dout(tile.opens[k]));
         if constexpr (pass == Pass::TOTALS)
 #pragma unroll 1
@@ -526,7 +528,7 @@ __device__ void backward(const Problem& p) {
         else
             changes[threadIdx.x] = walk<UNROLL>(rows, tile.starts + from, tile.ends, dout);
         __syncthreads();
-        scan_segments<pass, N, LANES, SEGMENTS>(p, head, first_c, changes, open_sums);
+        scan_segments<pass, N, LANES, SEGMENTS, OPENS>(p, head, first_c, changes, open_sums);
         __syncthreads();
         if constexpr (pass == Pass::TOTALS) continue;
         Pack<F, N> base = changes[threadIdx.x];

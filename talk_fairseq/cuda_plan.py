@@ -71,7 +71,7 @@ def plan_forward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right)
         tile = min(tile, T)
         threads = min(_LONG_THREADS if kind else _MAX_THREADS, rows // _ROWS * lanes)
         sizes = {"before": before, "tile": tile, "units": rows // _UNIT, "spans": spans}
-        blocks = (heads, _ceil(R, lanes * width), _tiles(T, tile))
+        blocks = _grid(heads, _ceil(R, lanes * width), _tiles(T, tile))
         launch = (f"talk_forward{kind}_{kernel}", blocks, threads, needed(rows, tile))
         return Plan(sizes, {}, (launch,))
 
@@ -102,9 +102,9 @@ def plan_forward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right)
         "sums": (units * (_UNIT + 1) * B * C, torch.float64 if number == 8 else torch.float32),
         "bases": (units * B * C, torch.float64),
     }
-    threads = _TILE // _ROWS * _LANES
+    threads, sums = _TILE // _ROWS * _LANES, _tiles(units * _UNIT, _TILE)
     launches = (
-        (f"talk_forward_sums_{kernel}", (heads, slabs, _ceil(units * _UNIT, _TILE)), threads, 0),
+        (f"talk_forward_sums_{kernel}", _grid(heads, slabs, sums), threads, 0),
         (f"talk_forward_bases_{name}", (_ceil(B * C, 32), 1, 1), 512, 512 * 8),
         (f"talk_forward_gather_{kernel}", (heads, slabs, _tiles(T, _TILE)), threads, _TILE * span),
     )
@@ -115,40 +115,53 @@ def plan_forward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right)
 def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right):
     """The backward pass, for blocks with up to `shared_memory` bytes."""
     name, R, heads = NAMES[dtype], C // H, B * H
+    if B * C * dtype.itemsize >= 2**32:
+        raise ValueError(f"x: expected less than 4 GiB a time step on CUDA, got B, C = {B}, {C}")
     number = 8 if dtype == torch.float64 else 4  # bytes of what is computed in
-    kind, kernel, width, lanes, rows, threads = _backward_kernel(dtype, T, R, aligned)
-    most = threads // lanes * rows  # of a tile
+    kernel, width, lanes, rows, threads = _backward_kernel(dtype, R, aligned)
 
-    def shared_bytes(staged):
+    def shared_bytes(staged, threads):
+        most = threads // lanes * rows
         pieces = [2 * threads * width * number, 2 * most * number, 8 * most]
         if staged:
+            staged = _ceil(staged, 4) * 4
             end = 16 if number == 4 else 24
             pieces += [4 * (most + 1), 4 * 32, 2 * 4, (8 + 2 * number) * _REACH]
             row = lanes * width * dtype.itemsize
             pieces += [staged * row, 2 * end * staged, 4 * staged]
         return _bytes(*pieces)
 
-    # One kernel, as long as the sequence fits, or a tile and its halo: twice on a multiprocessor if
-    # half of the threads have rows then; each block takes 1 KiB besides. The tiles follow from the
-    # windows alone, so that a sentence's bits do not depend on the padding behind it.
+    # One kernel, as long as a tile and its halo fit: twice on a multiprocessor if half of the
+    # threads have rows then; each block takes 1 KiB besides. The tiles follow from the windows
+    # alone, so that a sentence's bits do not depend on the padding behind it. Windows too large for
+    # that (some 115 rows on either side) take it too if the whole sequence fits.
     before, after = _halo(max_right), _halo(max_left)
+    most = threads // lanes * rows  # rows of a tile
     tiles = (
         tile
         for memory, least in ((shared_memory // 2 - 1024, most // 2), (shared_memory, 64))
         for tile in range(most, least - 1, -16)
         if before + after <= min(2 * tile, threads - tile)  # a thread to a window
-        and shared_bytes(before + tile + after) <= memory
+        and shared_bytes(before + tile + after, threads) <= memory
     )
-    tile = most if T <= most and shared_bytes(T + 3) <= shared_memory else next(tiles, 0)
+    fits = T <= most and shared_bytes(T, threads) <= shared_memory
+    tile = next(tiles, most if fits else 0)
     if tile:
+        kind, few = "", 128  # threads that are enough for a short sequence
+        if kernel.endswith("_wide") and T <= min(tile, few // lanes * rows):
+            kind, threads, tile = "_short", few, few // lanes * rows
         staged = _ceil(min(before + tile + after, T), 4) * 4
         sizes = {"before": before, "after": after, "tile": tile, "staged": staged}
-        blocks = (heads, 1, _tiles(T, tile))
-        launch = (f"talk_backward{kind}_{kernel}", blocks, threads, shared_bytes(staged))
+        launch = (
+            f"talk_backward{kind}_{kernel}",
+            _grid(heads, 1, _tiles(T, tile)),
+            threads,
+            shared_bytes(staged, threads),
+        )
         if tile >= T:
             return Plan(sizes, {}, (launch,))
         units = _ceil(T, _REACH)
-        reach = (f"talk_reach_{name}", (units, 1, _ceil(heads, 32)), 128, 128 * 8)
+        reach = (f"talk_reach_{name}", _grid(units, 1, _ceil(heads, 32)), 128, 128 * 8)
         return Plan(sizes, {"reach": (2 * units * heads, torch.int32)}, (reach, launch))
 
     chunks = _tiles(T, most)
@@ -161,7 +174,7 @@ def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right
         "entries": (heads * 2 * T * (2 if number == 4 else 3), torch.float64),
     }
     ends = (_ceil(heads * T, 128), 1, 1)
-    chunk = ((heads, 1, chunks), threads, shared_bytes(0))
+    chunk = ((heads, 1, chunks), threads, shared_bytes(0, threads))
     launches = (
         (f"talk_count_ends_{name}", ends, 128, 0),
         (f"talk_start_ends_{name}", (heads, 1, 1), 512, 4 * 32),
@@ -211,17 +224,14 @@ def _kernel(widths, dtype, channels, aligned):
     return (f"{dtype}_wide", widths[dtype]) if wide else (f"{dtype}_narrow", 1)
 
 
-def _backward_kernel(dtype, T, R, aligned):
-    """Both ends of a kernel's name; channels and rows of a thread, lanes and threads of a block."""
+def _backward_kernel(dtype, R, aligned):
+    """The end of a kernel's name; channels of a thread, lanes, rows of a thread, threads."""
     name, width = NAMES[dtype], 16 // dtype.itemsize
     if not aligned or R % width:
-        return "", f"{name}_narrow", 1, 32, 8, 448
+        return f"{name}_narrow", 1, 32, 8, 448
     if R <= 4 * width:
-        return "", f"{name}_slim", width, 4, 4, 256
-    lanes, rows = 64 // width, min(8, 32 // width)
-    if T <= 128 // lanes * rows:
-        return "_short", f"{name}_wide", width, lanes, rows, 128
-    return "", f"{name}_wide", width, lanes, rows, 448
+        return f"{name}_slim", width, 4, 4, 256
+    return f"{name}_wide", width, 64 // width, min(8, 32 // width), 448
 
 
 def _halo(size):
@@ -230,6 +240,13 @@ def _halo(size):
     At most 2^30, with which a kernel's 32-bit numbers can still reckon.
     """
     return min(size + size // 4 + 1, 2**30)
+
+
+def _grid(x, y, z):
+    """Blocks along three sides, of which CUDA bounds two."""
+    if max(y, z) > 65535:
+        raise ValueError(f"x: expected at most 65,535 blocks along a side on CUDA, got {y}, {z}")
+    return x, y, z
 
 
 def _tiles(T, tile):
