@@ -9,9 +9,10 @@
 //     unit                    0          |         1          |      2
 //
 // A window takes four of them, two at each end, for the row there that may be cut, and what the
-// units from that of its first end to that before its last add up to. Tiles follow from the windows,
-// and additions come in the order of rows, so that padding changes no bit. A value of x that is not
-// finite can spread to later windows of its unit, as over any prefix sum.
+// units from that of its first end to that before its last add up to. Tiles follow from the
+// windows, and additions come in the order of rows, so that padding changes no bit (but the last
+// one of float64 where windows are large). A value of x that is not finite can spread to later
+// windows of its unit, as over any prefix sum.
 //
 // talk_forward takes the sums of units from a table, for windows of some 100 rows on either side.
 // talk_forward_long holds more rows of fewer channels, and prefix sums over units in double: for

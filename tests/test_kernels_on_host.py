@@ -50,6 +50,16 @@ def library(file):
     return ctypes.CDLL(str(path))
 
 
+def between_nans(tensor):
+    """A tensor (but for one that is not aligned) with NaN before and behind it in memory."""
+    if not torch.is_tensor(tensor) or tensor.data_ptr() % 16:
+        return tensor
+    memory = torch.full((tensor.numel() + 8192,), math.nan, dtype=tensor.dtype)
+    copy = memory[4096 : 4096 + tensor.numel()].view_as(tensor)
+    assert copy.data_ptr() % 16 == 0
+    return copy.copy_(tensor)
+
+
 class Host:
     """Stands where the CUDA backend stands, and remembers what was launched."""
 
@@ -58,6 +68,7 @@ class Host:
 
     def launcher(self, file, dtype, name, blocks, threads, shared):
         kernel = getattr(library(file), name)
+        assert shared <= max(self.shared_memory, 48 * 1024), name
 
         def launch(parameters):
             self.launched.append(name)
@@ -69,10 +80,10 @@ class Host:
         return launch
 
     def forward(self, *arguments):
-        return cuda_backend.forward_with(self, *arguments)
+        return cuda_backend.forward_with(self, *map(between_nans, arguments))
 
     def backward(self, *arguments):
-        return cuda_backend.backward_with(self, *arguments)
+        return cuda_backend.backward_with(self, *map(between_nans, arguments))
 
     def update(self, *arguments):
         return cuda_backend.update_with(self, *arguments)
@@ -333,30 +344,66 @@ def test_order_of_threads_does_not_matter(dtype, shared_memory):
         assert all(map(torch.equal, result, results[0]))
 
 
-@pytest.mark.parametrize("shared_memory", [0, SHARED_MEMORY])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_sentence_does_not_depend_on_its_batch(dtype, shared_memory):
+@pytest.mark.parametrize(
+    "T, padded, R, shared_memory",
+    [
+        (300, 377, 8, 0),
+        (300, 377, 8, SHARED_MEMORY),
+        (50, 127, 64, SHARED_MEMORY),
+        (64, 300, 64, SHARED_MEMORY),
+        (200, 300, 16, SHARED_MEMORY),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_a_sentence_does_not_depend_on_its_batch(dtype, T, padded, R, shared_memory):
     """Alone, or in a batch and behind padding: the same bits."""
-    T, rows = 300, slice(1, 2)
-    dout, x, left, right = (tensor[:T] for tensor in example(T, 3, 2, 8, dtype))
-    longer = torch.zeros(T + 77, 3, 16, dtype=dtype)
-    padded_dout, padded_x = longer.clone(), longer.clone()
-    padded_dout[:T], padded_x[:T] = dout, x
-    padded_left, padded_right = longer[..., :2].clone(), longer[..., 2:4].clone()
-    padded_left[:T], padded_right[:T] = left, right
+    if dtype == torch.float64 and shared_memory == 0:
+        pytest.skip("sums over units are no finer than float64, and round")
+    rows = slice(1, 2)
+    dout, x, left, right = example(T, 3, 2, R, dtype)
+    longer = [
+        torch.cat((tensor, torch.zeros(padded - T, *tensor.shape[1:], dtype=dtype)))
+        for tensor in (dout, x, left, right)
+    ]
     host = Host(shared_memory=shared_memory)
 
     def run(dout, *inputs):
-        inputs = [tensor.contiguous() for tensor in inputs]
-        return (
-            host.forward(*inputs, 31, 31),
-            *host.backward(dout.contiguous(), *inputs, 31, 31),
-        )
+        return host.forward(*inputs, 31, 31), *host.backward(dout, *inputs, 31, 31)
 
-    batch = run(padded_dout, padded_x, padded_left, padded_right)
-    alone = run(*(tensor[:, rows] for tensor in (dout, x, left, right)))
+    batch = run(*longer)
+    alone = run(*(tensor[:, rows].contiguous() for tensor in (dout, x, left, right)))
     for many, one in zip(batch, alone):
         assert torch.equal(many[:T, rows], one)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("R", [4, 16, 64])
+@pytest.mark.parametrize("T", [720, 721, 729, 733])
+def test_far_windows_of_the_last_steps(T, R, dtype):
+    """Beyond the halo, from steps that a short last tile does not stage."""
+    dout, x, left, _ = example(T, 1, 1, R, dtype, torch.float32, causal=True)
+    left[-12:] = 5
+    check(Host(), (dout, x, left.to(dtype), None), 5, 0)
+
+
+@pytest.mark.parametrize("shared_memory", [64, 99, 163, 227])  # KiB of sm_75, 86, 80 and 90
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plans_keep_within_the_shared_memory(dtype, shared_memory):
+    for plan in (cuda_plan.plan_forward, cuda_plan.plan_backward):
+        for R, aligned in ((64, True), (16, True), (64, False)):
+            for size in range(0, 300, 3):
+                for windows in ((size, size), (size, 0)):
+                    sizes = (5000, 2, 2 * R, 2, *windows)
+                    launches = plan(dtype, aligned, shared_memory * 1024, *sizes).launches
+                    assert max(launch[3] for launch in launches) <= shared_memory * 1024, sizes
+
+
+def test_shapes_beyond_a_grid():
+    for plan in (cuda_plan.plan_forward, cuda_plan.plan_backward):
+        with pytest.raises(ValueError, match=r"x: expected at most [\d,]+ time steps on CUDA"):
+            plan(torch.float32, True, SHARED_MEMORY, 2**25, 1, 64, 1, 3, 3)
+    with pytest.raises(ValueError, match="x: expected less than 4 GiB a time step"):
+        cuda_plan.plan_backward(torch.float32, True, SHARED_MEMORY, 9, 2**24, 64, 1, 3, 3)
 
 
 def test_misaligned_rows_take_the_scalar_path():
