@@ -16,9 +16,10 @@
 //
 // talk_forward takes the sums of units from a table, for windows of some 100 rows on either side.
 // talk_forward_long holds more rows of fewer channels, and prefix sums over units in double: for
-// windows of up to some 3,000 rows in float32, half of that in half precision. For those beyond, prefix sums stand in global memory
-// (talk_forward_sums, talk_forward_bases, talk_forward_gather): time is free of the windows, and an
-// element moves 16 bytes through memory in float32, where a tile moves 8.
+// windows of up to some 3,000 rows in float32, half of that in half precision. For those beyond,
+// prefix sums stand in global memory (talk_forward_sums, talk_forward_bases, talk_forward_gather):
+// time is free of the windows, and an element moves 16 bytes through memory in float32, where a
+// tile moves 8.
 
 // Prefix sums within units of UNIT rows: row r of what is staged lies in unit r / UNIT, and
 // local[r + r / UNIT] is the sum of the rows of its unit before it. So a unit takes UNIT + 1 rows,
