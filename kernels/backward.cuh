@@ -12,8 +12,9 @@
 //
 // A walk starts from 0, in the type that is computed in; then the sum before each segment is found,
 // in double, and added. The sort is a counting sort on integers, ordered by t and side within a
-// row, and the tiles follow from the windows alone: the same bits at every run and in any batch.
-// The dots of dout with the rows that are cut, summed over the lanes, are the offsets' gradients.
+// row, and the tiles follow from the windows alone: the same bits at every run and, for windows
+// that a tile can hold, behind any padding. The dots of dout with the rows that are cut, summed
+// over the lanes, are the offsets' gradients.
 //
 // Moderate windows (talk_backward): a block stages dout for its tile and the halo, and sorts the
 // ends in shared memory. Windows that are open before its first row are shared out among the
