@@ -141,7 +141,7 @@ __device__ inline const X* row_at(const X* column, unsigned int stride, int t) {
     return reinterpret_cast<const X*>(reinterpret_cast<const char*>(column) + bytes);
 }
 
-// dout[t] of a thread's channels, in global memory.
+// Rows of a thread's channels, in global memory.
 template <typename X, int N> struct GlobalRows {
     const X* column;
     unsigned int stride;
@@ -207,20 +207,21 @@ __device__ inline void sum_over_lanes(F (&values)[VALUES]) {
 
 // Dots of dout with the rows of x that the windows of time steps `begin` ... cut, left and right by
 // turns; their loads are under way together.
-template <typename F, int VALUES, typename X, typename Rows>
-__device__ inline void add_dots(F (&values)[VALUES], const Cuts* cuts, const X* x,
-                                unsigned int stride, int begin, int end, const Rows& dout) {
-    decltype(dout(0)) rows[VALUES];
+template <typename F, int VALUES, typename X, int N, typename Rows>
+__device__ inline void add_dots(F (&values)[VALUES], const Cuts* cuts, const GlobalRows<X, N>& x,
+                                int begin, int end, const Rows& dout) {
+    Pack<X, N> rows[VALUES];
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
         const int cut = cuts[min(begin + i / 2, end - 1)].v[i % 2];
-        rows[i] = *reinterpret_cast<const decltype(dout(0))*>(row_at(x, stride, max(cut, 0)));
+        rows[i] = x(max(cut, 0));
     }
 #pragma unroll
     for (int i = 0; i < VALUES; i += 2) {
-        const auto d = widened<F>(dout(min(begin + i / 2, end - 1)));
-        const auto left = widened<F>(rows[i]), right = widened<F>(rows[i + 1]);
-        for (int n = 0; n < sizeof(d.v) / sizeof(F); ++n) {
+        const Pack<F, N> d = widened<F>(dout(min(begin + i / 2, end - 1)));
+        const Pack<F, N> left = widened<F>(rows[i]), right = widened<F>(rows[i + 1]);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
             values[i] += d.v[n] * left.v[n];
             values[i + 1] += d.v[n] * right.v[n];
         }
@@ -502,7 +503,7 @@ __device__ void backward(const Problem& p) {
         const int c = first_c + lane * N;
         int from = segment * ROWS_;
         // There is one turn, mostly: what follows from `from` is not to be kept from turn to turn.
-        asm volatile("" : "+r"(from));
+        TALK_OPAQUE(from);
         const bool active = c < p.R;
         const long long at = static_cast<long long>(head) * p.R + c;
         if (pass == Pass::TILE && first_c > 0) {
@@ -558,9 +559,11 @@ __device__ void backward(const Problem& p) {
 #pragma unroll 1
         for (int begin = from; begin < from + ROWS_; begin += BATCH) {
             F values[2 * BATCH] = {};
-            if (active && begin < tile.rows)
-                add_dots(values, tile.cuts, static_cast<const X*>(p.x) + at, stride, begin,
-                         tile.rows, [&](int i) { return dout(own + i); });
+            if (active && begin < tile.rows) {
+                const GlobalRows<X, N> x{static_cast<const X*>(p.x) + at, stride};
+                add_dots(values, tile.cuts, x, begin, tile.rows,
+                         [&](int i) { return dout(own + i); });
+            }
             sum_over_lanes<LANES>(values);
             if (lane * 2 * BATCH % LANES) continue;
 #pragma unroll
@@ -583,18 +586,16 @@ __device__ void backward(const Problem& p) {
     }
 }
 
-// Large windows, step 2: from the total of each chunk to the total of all the chunks before it.
-// In the backward pass the running sum starts with the windows that start at row 0.
+// Large windows, between TOTALS and WALK: from the change over each chunk to the running sum before
+// it, which starts with the windows that start at row 0.
 __device__ inline void scan_chunks(const Problem& p) {
     const long long stride = static_cast<long long>(p.B) * p.C;
     const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     const int chunks = (p.T + p.tile - 1) / p.tile;
     if (at >= stride) return;
     double sum = 0;
-    if (p.clipped) {
 #pragma unroll 16
-        for (int chunk = 0; chunk < chunks; ++chunk) sum += p.clipped[chunk * stride + at];
-    }
+    for (int chunk = 0; chunk < chunks; ++chunk) sum += p.clipped[chunk * stride + at];
     constexpr int BATCH = 16;  // loads that are under way together: there are few threads
     for (int first = 0; first < chunks; first += BATCH) {
         double totals[BATCH];

@@ -32,7 +32,7 @@ struct Problem {
     int before, after;         // rows of halo on either side of a tile
     int tile;                  // rows of a tile or chunk
     int units, spans;          // units of a tile, or of all; entries of the table for each
-    int staged;                // rows of a tile with its halo, a multiple of 4; backward
+    int staged;                // rows of a tile with its halo; backward
     int buckets;               // rows of whole chunks, and 1; large windows, backward
     int float32_offsets;       // beside a half x
     int ring, columns, steps;  // decoding: `sums` is (ring, columns, C), after so many time steps

@@ -56,32 +56,28 @@ def plan_forward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right)
     spans = (before + after) // _UNIT + 2  # units that a window within the halo touches, at most
     slabs = _ceil(R, _LANES * width)
 
-    def table_bytes(rows, tile):
+    def shared_bytes(lanes, rows, tile):
         units = rows // _UNIT
-        row = _LANES * pack
-        return _bytes((rows + units) * row, units * spans * row, tile * span, 4)
+        sums = spans * pack if lanes == _LANES else width * 8  # of units: a table, or in double
+        return _bytes((rows + units) * lanes * pack, units * lanes * sums, tile * span, 4)
 
-    def long_bytes(rows, tile):
-        units, lanes = rows // _UNIT, _LONG_LANES
-        return _bytes((rows + units) * lanes * pack, units * lanes * width * 8, tile * span, 4)
-
-    def one_kernel(kind, lanes, staged, tile, needed):
+    def one_kernel(kind, lanes, staged, tile):
         granule = 32 // lanes * _ROWS  # rows of a warp
         rows = min(staged, _ceil(T + 2, granule) * granule)  # a short sequence stages less
         tile = min(tile, T)
         threads = min(_LONG_THREADS if kind else _MAX_THREADS, rows // _ROWS * lanes)
         sizes = {"before": before, "tile": tile, "units": rows // _UNIT, "spans": spans}
         blocks = _grid(heads, _ceil(R, lanes * width), _tiles(T, tile))
-        launch = (f"talk_forward{kind}_{kernel}", blocks, threads, needed(rows, tile))
+        launch = (f"talk_forward{kind}_{kernel}", blocks, threads, shared_bytes(lanes, rows, tile))
         return Plan(sizes, {}, (launch,))
 
     # One kernel, as long as the rows of a tile and its halo fit. What is staged follows from the
     # windows alone, so that a sentence's bits do not depend on the padding behind it.
     staged_rows = _STAGED_HALVES if dtype.itemsize == 2 and width > 1 else _STAGED
-    for staged in (staged_rows, *range(staged_rows, 513, _UNIT), *range(staged_rows, 0, -_UNIT)):
+    for staged in (*range(staged_rows, 513, _UNIT), *range(staged_rows, 0, -_UNIT)):
         tile = staged - before - after
-        if tile >= staged // 2 and table_bytes(staged, tile) <= shared_memory:
-            return one_kernel("", _LANES, staged, tile, table_bytes)
+        if tile >= staged // 2 and shared_bytes(_LANES, staged, tile) <= shared_memory:
+            return one_kernel("", _LANES, staged, tile)
 
     # Larger windows: fewer channels and more rows to a block, twice on a multiprocessor if at most
     # half of the rows are halo.
@@ -91,11 +87,11 @@ def plan_forward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right)
             tile = staged - before - after
             if tile < staged // share:
                 break
-            if long_bytes(staged, tile) <= memory:
-                return one_kernel("_long", _LONG_LANES, staged, tile, long_bytes)
+            if shared_bytes(_LONG_LANES, staged, tile) <= memory:
+                return one_kernel("_long", _LONG_LANES, staged, tile)
     whole = _ceil(T + 2, granule) * granule
-    if whole <= _MOST_STAGED and long_bytes(whole, T) <= shared_memory:
-        return one_kernel("_long", _LONG_LANES, whole, T, long_bytes)
+    if whole <= _MOST_STAGED and shared_bytes(_LONG_LANES, whole, T) <= shared_memory:
+        return one_kernel("_long", _LONG_LANES, whole, T)
 
     units = (T + 1) // _UNIT + 1  # of time steps -1 ... T
     workspace = {
@@ -124,7 +120,6 @@ def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right
         most = threads // lanes * rows
         pieces = [2 * threads * width * number, 2 * most * number, 8 * most]
         if staged:
-            staged = _ceil(staged, 4) * 4
             end = 16 if number == 4 else 24
             pieces += [4 * (most + 1), 4 * 32, 2 * 4, (8 + 2 * number) * _REACH]
             row = lanes * width * dtype.itemsize
@@ -150,7 +145,7 @@ def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right
         kind, few = "", 128  # threads that are enough for a short sequence
         if kernel.endswith("_wide") and T <= min(tile, few // lanes * rows):
             kind, threads, tile = "_short", few, few // lanes * rows
-        staged = _ceil(min(before + tile + after, T), 4) * 4
+        staged = min(before + tile + after, T)
         sizes = {"before": before, "after": after, "tile": tile, "staged": staged}
         launch = (
             f"talk_backward{kind}_{kernel}",
