@@ -1,6 +1,6 @@
 // The types of elements, and packs of neighbouring channels: what every kernel file shares.
 //
-// talk_fairseq/kernel_source.py puts the text of a file where another includes it: NVRTC compiles
+// talk_fairseq/ops/kernel_source.py puts the text of a file where another includes it: NVRTC compiles
 // without any header, and CuPy's cache on disk knows a source by its text alone.
 
 #ifndef TALK_HALF_TO_FLOAT

@@ -48,7 +48,7 @@ EPILOG = """\
 examples:
   scripts/test_matrix.sh
   scripts/test_matrix.sh --only 'python3.12-*-numpy1.*' --remove
-  scripts/test_matrix.sh -- tests/test_operator.py -k oracle
+  scripts/test_matrix.sh -- tests/ops/test_operator.py -k oracle
 """
 
 

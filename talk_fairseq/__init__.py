@@ -11,10 +11,10 @@ import importlib.util
 import logging
 import warnings
 
-from talk_fairseq.decoding import TaLKConvState
 from talk_fairseq.modules import TaLKConv, TaLKConvUnit
-from talk_fairseq.operator import talk_conv, talk_conv_update
-from talk_fairseq.reference import talk_conv_reference
+from talk_fairseq.ops.reference import talk_conv_reference
+from talk_fairseq.ops.state import TaLKConvState
+from talk_fairseq.ops.talk_conv import talk_conv, talk_conv_update
 
 __all__ = [
     "TaLKConv",

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from talk_fairseq.decoding import TaLKConvState
-from talk_fairseq.operator import short_conv, talk_conv, talk_conv_update_unchecked
+from talk_fairseq.ops.short_conv import short_conv
+from talk_fairseq.ops.state import TaLKConvState
+from talk_fairseq.ops.talk_conv import talk_conv, talk_conv_update_unchecked
 
 
 def _check_probability(name, p):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from talk_fairseq import cpu_backend
+from talk_fairseq.ops import cpu_backend
 
 LONG = False  # whether `--long` is given; also in a process of pytest-xdist
 # Most models here are too small for threads; test_operator.py uses two.

@@ -9,7 +9,7 @@ from conftest import load_script
 
 pytest.importorskip("fairseq")
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "average_checkpoints.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "average_checkpoints.py"
 average = load_script("average_checkpoints")
 
 

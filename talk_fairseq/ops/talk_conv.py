@@ -1,13 +1,11 @@
-"""The operator, and a short convolution: validation, choice of a backend, and registration."""
-
-import os
+"""The operator: its call, its validation and its gradients."""
 
 import numpy as np
 import torch
 
-from talk_fairseq import cpu_backend, cuda_backend
-from talk_fairseq.decoding import TaLKConvState
-from talk_fairseq.reference import talk_conv_reference, talk_conv_update_reference
+from talk_fairseq.ops.dispatch import backend_name, backend_of, empty_like, register
+from talk_fairseq.ops.reference import talk_conv_reference, talk_conv_update_reference
+from talk_fairseq.ops.state import TaLKConvState
 
 _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
@@ -57,7 +55,7 @@ def talk_conv(x, offset_left, offset_right, max_left, max_right):
     """
     if not _is_valid(x, offset_left, offset_right, max_left, max_right):
         _validate(x, offset_left, offset_right, max_left, max_right)
-    if _backend(x) == "reference":
+    if backend_name(x) == "reference":
         return talk_conv_reference(x, offset_left, offset_right, max_left, max_right)
     dtype = x.dtype
     if offset_left.dtype is dtype and (offset_right is None or offset_right.dtype is dtype):
@@ -107,7 +105,7 @@ def talk_conv_update_unchecked(x, offset_left, state, max_left):
         raise ValueError(f"state: expected device {x.device} as of x, got {sums.device}")
     if (sums.dtype == torch.float64) != (x.dtype == torch.float64):
         raise ValueError(f"state: expected one for {x.dtype} as of x, got {sums.dtype}")
-    backend = _backend(x)
+    backend = backend_name(x)
     if torch.compiler.is_compiling() or (
         torch.is_grad_enabled()
         and (x.requires_grad or offset_left.requires_grad or sums.requires_grad)
@@ -125,7 +123,7 @@ def talk_conv_update_unchecked(x, offset_left, state, max_left):
     else:
         if offset_left.dtype != x.dtype:
             offset_left = offset_left.to(torch.float32 if x.dtype.itemsize == 2 else x.dtype)
-        out = _backend_of(x).update(
+        out = backend_of(x).update(
             x.contiguous(),
             offset_left.contiguous(),
             state.sums,
@@ -209,21 +207,6 @@ def _validate(x, offset_left, offset_right, max_left, max_right):
         )
 
 
-def _backend(x):
-    """The backend's name for `x`: by its device, unless TALK_CONV_BACKEND forces one."""
-    forced = os.environ.get("TALK_CONV_BACKEND")
-    if forced is None:
-        return "cpu" if x.is_cpu else "cuda" if x.is_cuda else "reference"
-    device = x.device.type
-    if forced not in ("reference", "cpu", "cuda"):
-        raise ValueError(f"TALK_CONV_BACKEND: expected reference, cpu or cuda, got {forced!r}")
-    if forced != "reference" and forced != device:
-        raise ValueError(
-            f"TALK_CONV_BACKEND: expected {device} or reference for x on {x.device}, got {forced!r}"
-        )
-    return forced
-
-
 def _kernel_dtypes(x, offset_left, offset_right):
     """Bring mixed dtypes to what kernels take: offsets in x's dtype, or float32 beside halves."""
     offsets = [o for o in (offset_left, offset_right) if o is not None]
@@ -237,87 +220,24 @@ def _kernel_dtypes(x, offset_left, offset_right):
     return x, offset_left.to(dtype), None if offset_right is None else offset_right.to(dtype)
 
 
-# ----------------------------------------------------------------------------------- registration
-
-_LIBRARY = torch.library.Library("talk_conv", "DEF")
-
-
-def _register(schema, kernel, fake, setup_context=None, backward=None):
-    """An operator of PyTorch, at half the time a call that `torch.library.custom_op` takes.
-
-    Args:
-        schema: its name, arguments and results.
-        kernel: computes it on a CPU and on CUDA.
-        fake: its results with no values in them.
-        setup_context, backward: as in :class:`torch.autograd.Function`; without them it has no
-            derivatives, and a backward pass that needs them fails.
-
-    Returns:
-        The operator.
-    """
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    name = schema.partition("(")[0]
-    op = getattr(torch.ops.talk_conv, name).default
-    for device in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, kernel, device)
-    torch.library.register_fake(f"talk_conv::{name}", fake, lib=_LIBRARY)
-    redispatch, below = op.redispatch, torch._C._after_autograd_keyset
-
-    class Gradient(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, keyset, *inputs):
-            output = redispatch(keyset & below, *inputs)
-            if setup_context is not None:
-                setup_context(ctx, inputs, output)
-            return output
-
-        @staticmethod
-        def backward(ctx, *gradients):
-            if backward is None:
-                raise RuntimeError(
-                    f"talk_conv::{name}: expected no derivative of it to be needed; "
-                    "talk_conv_reference has second derivatives"
-                )
-            return None, *backward(ctx, *gradients)
-
-    def autograd(keyset, *inputs):
-        if torch.is_grad_enabled():
-            for value in inputs:
-                if isinstance(value, torch.Tensor) and value.requires_grad:
-                    return Gradient.apply(keyset, *inputs)
-        return redispatch(keyset & below, *inputs)
-
-    _LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
-    return op
-
-
-def _backend_of(x):
-    return cuda_backend if x.is_cuda else cpu_backend
-
-
-def _empty_like(tensor):
-    """Contiguous, whatever the strides of `tensor`, as the backends return it."""
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-
 def _fake_forward(x, offset_left, offset_right, max_left, max_right):
-    return _empty_like(x)
+    return empty_like(x)
 
 
 def _run_forward(x, offset_left, offset_right, max_left, max_right):
     if x.numel() == 0:
-        return _empty_like(x)
+        return empty_like(x)
     if offset_right is not None:
         offset_right = offset_right.contiguous()
-    return _backend_of(x).forward(
+    return backend_of(x).forward(
         x.contiguous(), offset_left.contiguous(), offset_right, max_left, max_right
     )
 
 
 def _fake_backward(dout, x, offset_left, offset_right, max_left, max_right):
     """dx, d_offset_left and d_offset_right, which is of size 0 in the causal form."""
-    d_right = x.new_empty(0) if offset_right is None else _empty_like(offset_right)
-    return _empty_like(x), _empty_like(offset_left), d_right
+    d_right = x.new_empty(0) if offset_right is None else empty_like(offset_right)
+    return empty_like(x), empty_like(offset_left), d_right
 
 
 def _run_backward(dout, x, offset_left, offset_right, max_left, max_right):
@@ -326,14 +246,14 @@ def _run_backward(dout, x, offset_left, offset_right, max_left, max_right):
         return dx, *(offset.zero_() for offset in d_offsets)
     if offset_right is not None:
         offset_right = offset_right.contiguous()
-    dx, d_left, d_right = _backend_of(x).backward(
+    dx, d_left, d_right = backend_of(x).backward(
         dout.contiguous(), x.contiguous(), offset_left.contiguous(), offset_right, max_left,
         max_right,
     )  # fmt: skip
     return dx, d_left, x.new_empty(0) if d_right is None else d_right
 
 
-_backward = _register(
+_backward = register(
     "backward(Tensor dout, Tensor x, Tensor offset_left, Tensor? offset_right, SymInt max_left, "
     "SymInt max_right) -> (Tensor, Tensor, Tensor)",
     _run_backward,
@@ -352,97 +272,11 @@ def _gradients(ctx, dout):
     return dx, d_left, None if offset_right is None else d_right, None, None
 
 
-_forward = _register(
+_forward = register(
     "forward(Tensor x, Tensor offset_left, Tensor? offset_right, SymInt max_left, "
     "SymInt max_right) -> Tensor",
     _run_forward,
     _fake_forward,
     _save,
     _gradients,
-)
-
-
-def short_conv(x, weight, left):
-    """A depthwise convolution: ``out[t] = sum(weight[k] * x[t - left + k] for k in range(K))``.
-
-    Not in the paper: see :class:`talk_fairseq.modules.ShortConv`.
-
-    Args:
-        x: (T, B, C); zeros stand beyond its ends.
-        weight: (K, C), on the same device.
-        left: taps on the left of t, 0 to K - 1.
-
-    Returns:
-        (T, B, C) in the wider of the two dtypes; differentiable in both. Halves are computed in
-        float32 and rounded once.
-
-    Raises:
-        ValueError: shapes or devices do not match, or `left` is not that of a tap.
-
-    Equivalent to::
-
-        padded = F.pad(x.permute(1, 2, 0), (left, K - 1 - left))
-        out = F.conv1d(padded, weight.t().unsqueeze(1), groups=C).permute(2, 0, 1)
-    """
-    K, C = weight.shape
-    if x.dim() != 3 or x.shape[2] != C:
-        raise ValueError(f"x: expected shape (T, B, {C}) as of weight, got {tuple(x.shape)}")
-    if x.device != weight.device:
-        raise ValueError(f"x: expected device {weight.device} as of weight, got {x.device}")
-    if not 0 <= left < K:
-        raise ValueError(f"left: expected 0 to {K - 1}, got {left}")
-    dtype = torch.promote_types(x.dtype, weight.dtype)
-    if _backend(x) != "reference":
-        return _short_forward(x.to(dtype), weight.to(dtype), left)
-    if dtype.itemsize == 2:
-        weight = weight.float()
-    beyond = x.new_zeros(K - 1, *x.shape[1:])
-    padded = torch.cat((beyond[:left], x, beyond[left:]))  # F.pad of torch 2.6 takes no empty batch
-    return sum(weight[k] * padded[k : k + len(x)] for k in range(K)).to(dtype)
-
-
-def _run_short_forward(x, weight, left):
-    if x.numel() == 0:
-        return _empty_like(x)
-    return _backend_of(x).short_forward(x.contiguous(), weight.contiguous(), left)
-
-
-def _fake_short_forward(x, weight, left):
-    return _empty_like(x)
-
-
-def _run_short_backward(dout, x, weight, left):
-    if x.numel() == 0:
-        return _empty_like(x), _empty_like(weight).zero_()
-    return _backend_of(x).short_backward(
-        dout.contiguous(), x.contiguous(), weight.contiguous(), left
-    )
-
-
-def _fake_short_backward(dout, x, weight, left):
-    return _empty_like(x), _empty_like(weight)
-
-
-_short_backward = _register(
-    "short_backward(Tensor dout, Tensor x, Tensor weight, SymInt left) -> (Tensor, Tensor)",
-    _run_short_backward,
-    _fake_short_backward,
-)
-
-
-def _save_short(ctx, inputs, output):
-    x, weight, ctx.left = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _short_gradients(ctx, dout):
-    return *_short_backward(dout, *ctx.saved_tensors, ctx.left), None
-
-
-_short_forward = _register(
-    "short_forward(Tensor x, Tensor weight, SymInt left) -> Tensor",
-    _run_short_forward,
-    _fake_short_forward,
-    _save_short,
-    _short_gradients,
 )

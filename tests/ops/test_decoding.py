@@ -7,7 +7,8 @@ import pytest
 import torch
 from test_kernels_on_host import Host
 
-from talk_fairseq import TaLKConvState, operator, talk_conv, talk_conv_update
+from talk_fairseq import TaLKConvState, talk_conv, talk_conv_update
+from talk_fairseq.ops import dispatch
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -22,7 +23,7 @@ def backend(request, monkeypatch, poisoned_memory):
     if request.param == "kernels on the host":
         if shutil.which("g++") is None:
             pytest.skip("no g++ to compile kernels")
-        monkeypatch.setattr(operator, "cpu_backend", Host())
+        monkeypatch.setattr(dispatch, "cpu_backend", Host())
     monkeypatch.setenv("TALK_CONV_BACKEND", request.param.partition("k")[0] or "cpu")
     return "cpu"
 

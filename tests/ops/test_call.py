@@ -16,7 +16,8 @@ import torch
 from conftest import alone
 from test_operator import arguments
 
-from talk_fairseq import TaLKConvState, cuda_backend, operator, talk_conv, talk_conv_update
+from talk_fairseq import TaLKConvState, talk_conv, talk_conv_update
+from talk_fairseq.ops import cuda_backend, dispatch
 
 # ------------------------------------------------------------------------------------- host time
 
@@ -41,7 +42,7 @@ def launches(monkeypatch):
         driver=SimpleNamespace(launchKernel=lambda *launch: launched.append(launch)),
         runtime=SimpleNamespace(setDevice=contexts.append),
     )
-    monkeypatch.setattr(operator, "cpu_backend", cuda_backend)
+    monkeypatch.setattr(dispatch, "cpu_backend", cuda_backend)
     monkeypatch.setattr(cuda_backend, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(cuda_backend, "_check_cupy", lambda: None)
     monkeypatch.setattr(cuda_backend, "_MODULES", Modules())
@@ -226,7 +227,7 @@ def test_without_numba():
         import os, sys, torch
         sys.modules["fairseq"] = sys.modules["numba"] = None
         from talk_fairseq import TaLKConvState, talk_conv, talk_conv_update
-        from talk_fairseq.operator import short_conv
+        from talk_fairseq.ops.short_conv import short_conv
         x, offset = torch.randn(5, 2, 4), torch.rand(5, 2, 2)
         state, weight = TaLKConvState(2, 4, 3), torch.randn(3, 4)
         calls = [

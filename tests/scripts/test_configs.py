@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 import talk_fairseq  # noqa: F401
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import train
 from train import CONFIGS
 

@@ -27,7 +27,7 @@ import tempfile
 from collections import Counter
 from typing import NamedTuple
 
-from talk_fairseq.kernel_source import compile_options, source
+from talk_fairseq.ops.kernel_source import compile_options, source
 
 KINDS = {  # kind: opcodes, or how they begin; the first that fits
     "conversion": "F2F F2FP F2I I2F I2FP FRND HADD2.F32",

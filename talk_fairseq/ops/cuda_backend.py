@@ -12,7 +12,7 @@ import threading
 
 import torch
 
-from talk_fairseq.cuda_plan import (
+from talk_fairseq.ops.cuda_plan import (
     NAMES,
     plan_backward,
     plan_forward,
@@ -20,7 +20,7 @@ from talk_fairseq.cuda_plan import (
     plan_short_forward,
     plan_update,
 )
-from talk_fairseq.kernel_source import Layout, compile_options, source
+from talk_fairseq.ops.kernel_source import Layout, compile_options, source
 
 try:
     import cupy
@@ -181,7 +181,7 @@ class _Pass:
         device: where, as above.
         file: the kernels' file.
         dtype: x's.
-        plan: the :class:`talk_fairseq.cuda_plan.Plan`.
+        plan: the :class:`talk_fairseq.ops.cuda_plan.Plan`.
         fields: those of the kernels' argument that a call's tensors are for.
         numbers: what its other fields hold, beside the plan's sizes; 0 if nothing.
     """

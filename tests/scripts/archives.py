@@ -14,7 +14,7 @@ import zipfile
 from itertools import islice
 from pathlib import Path
 
-VERSES = Path(__file__).resolve().parents[1] / "data/bible-es-en"
+VERSES = Path(__file__).resolve().parents[2] / "data/bible-es-en"
 TRAIN = 300  # pairs of a training corpus
 SET = 12  # segments of a test set
 

@@ -4,9 +4,9 @@ import oracle
 import pytest
 import torch
 
-from talk_fairseq import cpu_backend
 from talk_fairseq.modules import ShortConv
-from talk_fairseq.operator import short_conv
+from talk_fairseq.ops import cpu_backend
+from talk_fairseq.ops.short_conv import short_conv
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 # T, B, C: a single step, fewer steps than taps, odd sizes, several blocks of rows, many channels.

@@ -8,8 +8,8 @@ import re
 
 def source_path(name):
     """A file of ``kernels/``: inside the package (a wheel), or beside it in a checkout."""
-    here = pathlib.Path(__file__).resolve().parent
-    folders = (here / "kernels", here.parent / "kernels")
+    package = pathlib.Path(__file__).resolve().parents[1]
+    folders = (package / "kernels", package.parent / "kernels")
     for folder in folders:
         if (folder / name).is_file():
             return folder / name

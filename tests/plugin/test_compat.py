@@ -53,7 +53,7 @@ from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import OmegaConf
 
-PLUGIN = Path(__file__).resolve().parents[1] / "talk_fairseq"
+PLUGIN = Path(__file__).resolve().parents[2] / "talk_fairseq"
 ALONE = __name__ == "__main__"  # without the patches
 
 if not ALONE:

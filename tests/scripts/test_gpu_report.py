@@ -199,7 +199,7 @@ def test_correctness(stages, tmp_path, monkeypatch):
         (tmp_path / f"tests/{name}.py").write_text(
             "def test_cuda_right(): pass\ndef test_cuda_wrong(): assert 1 == 2\ndef test_other(): 0"
         )
-    (tmp_path / "tests/test_cuda.py").write_text("import os; os._exit(3)")
+    (tmp_path / "tests/ops/test_cuda.py").write_text("import os; os._exit(3)")
     monkeypatch.setattr(stages, "ROOT", tmp_path)
     rows = {row["file"]: row for row in stages.correctness(60)}
     assert [rows["test_operator"][key] for key in ("passed", "failures", "skipped")] == [1, 1, 0]

@@ -38,7 +38,7 @@ _NO_ORIGIN = np.empty((0, 0), np.int32)
 def _kernels():
     """The module of the compiled kernels."""
     try:
-        from talk_fairseq import cpu_kernels
+        from talk_fairseq.ops import cpu_kernels
     except ImportError as error:
         raise RuntimeError(
             "talk_conv on the CPU needs Numba: pip install numba, or set "

@@ -18,8 +18,8 @@ import torch
 from oracle import check_backward, check_forward, check_short_conv, short_conv, talk_conv
 from test_numbers import NOT_FINITE, check_edges, check_spread, check_spread_of_gradients
 
-from talk_fairseq import cuda_backend, cuda_plan
-from talk_fairseq.kernel_source import Layout, source, source_path
+from talk_fairseq.ops import cuda_backend, cuda_plan
+from talk_fairseq.ops.kernel_source import Layout, source, source_path
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile kernels")
 

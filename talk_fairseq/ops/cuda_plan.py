@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from talk_fairseq.kernel_source import constants
+from talk_fairseq.ops.kernel_source import constants
 
 NAMES = {
     torch.float64: "float64",

@@ -13,7 +13,8 @@ import oracle
 import pytest
 import torch
 
-from talk_fairseq import cpu_backend, talk_conv, talk_conv_reference
+from talk_fairseq import talk_conv, talk_conv_reference
+from talk_fairseq.ops import cpu_backend
 
 BACKENDS = ["reference", "cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 DTYPES = list(oracle.TOLERANCE)

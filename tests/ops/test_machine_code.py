@@ -23,7 +23,7 @@ from machine_code import (
     nvrtc_version,
 )
 
-from talk_fairseq.cuda_plan import NAMES, plan_backward, plan_forward
+from talk_fairseq.ops.cuda_plan import NAMES, plan_backward, plan_forward
 
 
 class Bound(NamedTuple):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from machine_code import compile_kernels, nvrtc
 
-from talk_fairseq import cuda_backend
-from talk_fairseq.kernel_source import source_path
+from talk_fairseq.ops import cuda_backend
+from talk_fairseq.ops.kernel_source import source_path
 
 ARCHITECTURES = (75, 80, 90, 100)
 DTYPES = ("float64", "float32", "float16", "bfloat16")

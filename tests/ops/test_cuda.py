@@ -4,11 +4,11 @@ That the kernels are right on a GPU is in test_operator.py, test_decoding.py and
 with the other backends. Under compute-sanitizer, one tool at a time:
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \\
-        python -m pytest tests/test_operator.py -k 'cuda and oracle'
+        python -m pytest tests/ops/test_operator.py -k 'cuda and oracle'
 
-and on ``tests/test_decoding.py tests/test_short_conv.py -k cuda``, and likewise with
+and on ``tests/ops/test_decoding.py tests/ops/test_short_conv.py -k cuda``, and likewise with
 ``--tool racecheck``. Those tests fill fresh memory, so that no read of what nobody wrote would
-show: ``--tool initcheck`` on ``tests/test_cuda.py -k same_bits``.
+show: ``--tool initcheck`` on ``tests/ops/test_cuda.py -k same_bits``.
 """
 
 import statistics

@@ -20,10 +20,10 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from talk_fairseq import (
     TaLKConvState,
     TaLKConvUnit,
-    cpu_backend,
     talk_conv,
     talk_conv_update,
 )
+from talk_fairseq.ops import cpu_backend
 
 set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "hypothesis")
 DTYPES = list(oracle.TOLERANCE)

@@ -1,0 +1,1 @@
+"""The operator: its call, the backends that compute it, and its decoding state."""

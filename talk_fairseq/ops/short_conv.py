@@ -1,0 +1,91 @@
+"""A short depthwise convolution, which may stand before the windows: not in the paper."""
+
+import torch
+
+from talk_fairseq.ops.dispatch import backend_name, backend_of, empty_like, register
+
+
+def short_conv(x, weight, left):
+    """A depthwise convolution: ``out[t] = sum(weight[k] * x[t - left + k] for k in range(K))``.
+
+    It is the computation of :class:`talk_fairseq.modules.ShortConv`.
+
+    Args:
+        x: (T, B, C); zeros stand beyond its ends.
+        weight: (K, C), on the same device.
+        left: taps on the left of t, 0 to K - 1.
+
+    Returns:
+        (T, B, C) in the wider of the two dtypes; differentiable in both. Halves are computed in
+        float32 and rounded once.
+
+    Raises:
+        ValueError: shapes or devices do not match, or `left` is not that of a tap.
+
+    Equivalent to::
+
+        padded = F.pad(x.permute(1, 2, 0), (left, K - 1 - left))
+        out = F.conv1d(padded, weight.t().unsqueeze(1), groups=C).permute(2, 0, 1)
+    """
+    K, C = weight.shape
+    if x.dim() != 3 or x.shape[2] != C:
+        raise ValueError(f"x: expected shape (T, B, {C}) as of weight, got {tuple(x.shape)}")
+    if x.device != weight.device:
+        raise ValueError(f"x: expected device {weight.device} as of weight, got {x.device}")
+    if not 0 <= left < K:
+        raise ValueError(f"left: expected 0 to {K - 1}, got {left}")
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    if backend_name(x) != "reference":
+        return _short_forward(x.to(dtype), weight.to(dtype), left)
+    if dtype.itemsize == 2:
+        weight = weight.float()
+    beyond = x.new_zeros(K - 1, *x.shape[1:])
+    padded = torch.cat((beyond[:left], x, beyond[left:]))  # F.pad of torch 2.6 takes no empty batch
+    return sum(weight[k] * padded[k : k + len(x)] for k in range(K)).to(dtype)
+
+
+def _run_short_forward(x, weight, left):
+    if x.numel() == 0:
+        return empty_like(x)
+    return backend_of(x).short_forward(x.contiguous(), weight.contiguous(), left)
+
+
+def _fake_short_forward(x, weight, left):
+    return empty_like(x)
+
+
+def _run_short_backward(dout, x, weight, left):
+    if x.numel() == 0:
+        return empty_like(x), empty_like(weight).zero_()
+    return backend_of(x).short_backward(
+        dout.contiguous(), x.contiguous(), weight.contiguous(), left
+    )
+
+
+def _fake_short_backward(dout, x, weight, left):
+    return empty_like(x), empty_like(weight)
+
+
+_short_backward = register(
+    "short_backward(Tensor dout, Tensor x, Tensor weight, SymInt left) -> (Tensor, Tensor)",
+    _run_short_backward,
+    _fake_short_backward,
+)
+
+
+def _save_short(ctx, inputs, output):
+    x, weight, ctx.left = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _short_gradients(ctx, dout):
+    return *_short_backward(dout, *ctx.saved_tensors, ctx.left), None
+
+
+_short_forward = register(
+    "short_forward(Tensor x, Tensor weight, SymInt left) -> Tensor",
+    _run_short_forward,
+    _fake_short_forward,
+    _save_short,
+    _short_gradients,
+)
