@@ -6,4 +6,4 @@ set -euo pipefail
 scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-$scripts/../.venv/bin/python}
 command -v "$python" >/dev/null || python=python3
-exec "$python" "$scripts/gpu_report.py" "$@"
+PYTHONPATH=$scripts/..${PYTHONPATH:+:$PYTHONPATH} exec "$python" "$scripts/run.py" benchmarks.gpu_report "$@"

@@ -17,7 +17,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from whole_files import write_whole
+from pipeline.common.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.11", "3.12")

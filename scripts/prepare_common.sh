@@ -45,7 +45,5 @@ prepare() { # BENCHMARK ARGUMENT…
             exit 0
         fi
     done
-    "$root/scripts/setup.sh"
-    export PYTHONWARNINGS=ignore # fairseq calls much that PyTorch has deprecated
-    exec "$root/.venv/bin/python" "$root/scripts/prepare_benchmark.py" "$@"
+    exec "$root/scripts/run.sh" data.prepare "$@"
 }

@@ -141,7 +141,7 @@ translate() {
 
 score() {
     announce "five translations, and the score"
-    local command=(python scripts/show_translations.py "$out/translations/generate-test.txt"
+    local command=(python scripts/run.py quickstart.translations "$out/translations/generate-test.txt"
         --source "$out/corpus/test.$source_lang" --reference "$out/corpus/test.$target_lang")
     show "${command[@]}"
     "${command[@]}"

@@ -182,7 +182,7 @@ continue_prompt() {
 
 compare() {
     announce "perplexity on the test set"
-    local command=(python scripts/compare_language_models.py --corpus "$out/corpus"
+    local command=(python scripts/run.py quickstart.perplexities --corpus "$out/corpus"
         --language "$lang" --models "$out"/{transformer_lm,talkconv_lm}.pt
         --output "$out/results.json")
     show "${command[@]}"

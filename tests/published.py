@@ -8,9 +8,10 @@ windows. No code is shared with fairseq or with talk_fairseq.
 import math
 from argparse import Namespace
 
-import oracle
 import torch
 import torch.nn.functional as F
+
+import oracle
 
 PAD = 1
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from conftest import ROOT
 
 PAGES = {
@@ -90,8 +91,11 @@ def test_every_page_is_linked():
 def script_text(name):
     """The source of a script and of what it runs or shares, where its options are."""
     own = (ROOT / name).read_text()
-    others = {other for other in re.findall(r"\b\w+\.(?:py|sh)\b", own)}
-    others = [ROOT / "scripts" / other for other in others]
+    others = [ROOT / "scripts" / other for other in re.findall(r"\b\w+\.(?:py|sh)\b", own)]
+    modules = re.findall(r"run\.(?:sh|py)\"? ([\w.]+)|from pipeline\.([\w.]+) import main", own)
+    others += [
+        ROOT / "scripts/pipeline" / f"{''.join(names).replace('.', '/')}.py" for names in modules
+    ]
     return own + "".join(path.read_text() for path in others if path.exists())
 
 

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import alone
 from test_operator import arguments
 
+from conftest import alone
 from talk_fairseq import TaLKConvState, talk_conv, talk_conv_update
 from talk_fairseq.ops import cuda_backend, dispatch
 

@@ -13,12 +13,12 @@ show: ``--tool initcheck`` on ``tests/ops/test_cuda.py -k same_bits``.
 
 import statistics
 
-import oracle
 import pytest
 import torch
-from conftest import alone
 from test_operator import arguments, gradients
 
+import oracle
+from conftest import alone
 from talk_fairseq import talk_conv
 
 pytestmark = pytest.mark.cuda

@@ -2,11 +2,11 @@
 
 import shutil
 
-import oracle
 import pytest
 import torch
 from test_kernels_on_host import Host
 
+import oracle
 from talk_fairseq import TaLKConvState, talk_conv, talk_conv_update
 from talk_fairseq.ops import dispatch
 

@@ -15,9 +15,9 @@ import tempfile
 
 import pytest
 import torch
-from oracle import check_backward, check_forward, check_short_conv, short_conv, talk_conv
 from test_numbers import NOT_FINITE, check_edges, check_spread, check_spread_of_gradients
 
+from oracle import check_backward, check_forward, check_short_conv, short_conv, talk_conv
 from talk_fairseq.ops import cuda_backend, cuda_plan
 from talk_fairseq.ops.kernel_source import Layout, source, source_path
 

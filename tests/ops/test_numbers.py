@@ -3,12 +3,12 @@
 import functools
 import math
 
-import oracle
 import pytest
 import torch
-from conftest import PLUGIN, SMALL
 from test_operator import gradients
 
+import oracle
+from conftest import PLUGIN, SMALL
 from talk_fairseq import TaLKConv, TaLKConvUnit, talk_conv
 
 HALVES = [torch.float16, torch.bfloat16]

@@ -9,10 +9,10 @@ import sys
 import textwrap
 
 import numpy as np
-import oracle
 import pytest
 import torch
 
+import oracle
 from talk_fairseq import talk_conv, talk_conv_reference
 from talk_fairseq.ops import cpu_backend
 

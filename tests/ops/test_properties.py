@@ -9,14 +9,14 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-import oracle
 import pytest
 import torch
-from conftest import LONG
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
 
+import oracle
+from conftest import LONG
 from talk_fairseq import (
     TaLKConvState,
     TaLKConvUnit,

@@ -1,9 +1,9 @@
 """The short convolution: a literal sum over its taps in float64, forward and gradients."""
 
-import oracle
 import pytest
 import torch
 
+import oracle
 from talk_fairseq.modules import ShortConv
 from talk_fairseq.ops import cpu_backend
 from talk_fairseq.ops.short_conv import short_conv

@@ -3,10 +3,10 @@
 import copy
 import pickle
 
-import oracle
 import pytest
 import torch
 
+import oracle
 from talk_fairseq import TaLKConv, TaLKConvUnit
 
 

@@ -11,9 +11,10 @@ import runpy
 import shutil
 from itertools import islice
 
-import published
 import pytest
 import torch
+
+import published
 from conftest import ROOT, fairseq, write_dictionaries
 
 pytest.importorskip("fairseq")

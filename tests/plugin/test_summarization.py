@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, SMALL
 from omegaconf import OmegaConf
+
+from conftest import SMALL
 
 pytest.importorskip("fairseq")
 
@@ -26,15 +27,13 @@ from fairseq.logging import metrics
 from fairseq.sequence_generator import EnsembleModel
 from rouge_score.rouge_scorer import RougeScorer
 
+from pipeline.recipes import rouge as score_rouge
 from talk_fairseq.rouge import KINDS, rouge, rouge_sums
 from talk_fairseq.tasks.talk_summarization import (
     StepwiseLengthPenaltyBeamSearch,
     TaLKSummarizationTask,
     WuLengthPenalty,
 )
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import score_rouge
 
 
 def flags_of(*flags, parser=options.get_training_parser):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from conftest import PLUGIN, ROOT, SMALL, fairseq
 
 pytest.importorskip("fairseq")

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from conftest import PLUGIN, SMALL_LM, fairseq
 
 pytest.importorskip("fairseq")
@@ -458,7 +459,7 @@ MEMORY = r"""
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_of_a_training_step_is_linear_in_its_length():
     """What the process needs at its peak beside what it has anyhow, whoever allocates it."""
-    path = os.pathsep.join([os.path.dirname(__file__), str(PLUGIN.parent)])
+    path = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(MEMORY)],
         # Freed memory goes back to the system at once.

@@ -16,7 +16,6 @@ import pickle
 import random
 import stat
 import subprocess
-import sys
 import tarfile
 import tempfile
 import warnings
@@ -25,17 +24,20 @@ from collections import deque
 from pathlib import Path
 
 import numpy as np
-import published
 import pytest
 import torch
-from conftest import ROOT, fairseq, load_script, write_dictionaries
+
+import published
+from conftest import ROOT, fairseq, write_dictionaries
+from pipeline.data import archives as prepare_archives
+from pipeline.data import corpus as corpora
+from pipeline.data import prepare as prepare_benchmark
+from pipeline.data import text as prepare_text
+from pipeline.quickstart import perplexities as compare
+from pipeline.recipes import average as average
 
 pytest.importorskip("fairseq")
-sys.path.insert(0, str(ROOT / "scripts"))
 
-import prepare_archives
-import prepare_benchmark
-import prepare_text
 from fairseq import checkpoint_utils, options, tasks, utils
 from fairseq.binarizer import FileBinarizer, VocabularyDatasetBinarizer
 from fairseq.data import Dictionary, data_utils
@@ -47,9 +49,6 @@ from talk_fairseq.models.talkconv import TaLKConvModel
 
 WORDS = 97
 MIB = 1 << 20
-average = load_script("average_checkpoints")
-compare = load_script("compare_language_models")
-corpora = load_script("prepare_corpus")
 
 
 @pytest.fixture(scope="module")

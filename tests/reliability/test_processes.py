@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PLUGIN, ROOT
 from test_train import NO_DROPOUT, SMALL, planned, refused, verses  # noqa: F401  a fixture
+
+from conftest import PLUGIN, ROOT
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 UPDATES = 8
@@ -94,9 +95,9 @@ def wait_until(happens, hosts, seconds=500):
 
 def recipe(data, save_dir, *more):
     return [
-        sys.executable, ROOT / "scripts/train.py", "iwslt14_de_en/talkconv", "--cpu", "--data",
-        data, "--save-dir", save_dir, *SMALL, *NO_DROPOUT, f"optimization.max_update={UPDATES}",
-        "+checkpoint.save_interval_updates=1", *more,
+        sys.executable, ROOT / "scripts/run.py", "recipes.train", "iwslt14_de_en/talkconv", "--cpu",
+        "--data", data, "--save-dir", save_dir, *SMALL, *NO_DROPOUT,
+        f"optimization.max_update={UPDATES}", "+checkpoint.save_interval_updates=1", *more,
     ]  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """A run that is stopped, wherever, and goes on ends bit for bit as one that was never stopped.
 
 Runs are processes forked from one that has imported fairseq, which is this file run by itself; see
-scripts/kill_training.py, which also kills runs while they save.
+kill_training.py, which also kills runs while they save.
 """
 
 import json
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-KILL = [sys.executable, "-W", "ignore", ROOT / "scripts/kill_training.py"]
+KILL = [sys.executable, "-W", "ignore", ROOT / "tests/reliability/kill_training.py"]
 
 
 def stop_and_go_on(folder, processes, updates, stops, *flags):
@@ -75,9 +75,10 @@ WORKERS = ["--num-workers", "2"]
 @pytest.fixture
 def runs():
     """The script as a module of this process, which is not to train."""
-    from conftest import load_script  # imports the plugin, and the file as it is run must not yet
 
-    return load_script("kill_training")
+    import kill_training  # imports the plugin, and the file as it is run must not yet
+
+    return kill_training
 
 
 def test_the_same_bits(runs):
@@ -174,6 +175,5 @@ def test_fifty_kills(processes):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT / "scripts"))
     folder, processes, updates, stops, *flags = sys.argv[1:]
     print(json.dumps(stop_and_go_on(Path(folder), int(processes), updates, stops, *flags)))

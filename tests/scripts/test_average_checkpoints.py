@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import load_script
+
+from pipeline.recipes import average as average
 
 pytest.importorskip("fairseq")
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "average_checkpoints.py"
-average = load_script("average_checkpoints")
 
 
 def write(path, model, **rest):

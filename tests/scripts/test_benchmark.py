@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, alone, load_script
+
+from conftest import ROOT, alone
 
 SCRIPT = ROOT / "scripts/benchmark_talk_conv.py"
 MODES = ["forward", "forward+backward", "backward"]
@@ -21,7 +22,9 @@ TINY = (
 
 @pytest.fixture(scope="module")
 def benchmark():
-    return load_script("benchmark_talk_conv")
+    from pipeline.benchmarks import operator
+
+    return operator
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import alone, load_script
+
+from conftest import alone
 
 pytest.importorskip("fairseq")
 
@@ -17,7 +18,9 @@ SIZES = (
 
 @pytest.fixture(scope="module")
 def benchmark():
-    return load_script("benchmark_decoding")
+    from pipeline.benchmarks import decoding
+
+    return decoding
 
 
 @pytest.fixture

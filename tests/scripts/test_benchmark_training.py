@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import load_script
+
+from pipeline.benchmarks import profile as parts_of_a_step
 
 pytest.importorskip("fairseq")
 
@@ -20,7 +21,9 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def benchmark():
-    return load_script("benchmark_training")
+    from pipeline.benchmarks import training
+
+    return training
 
 
 @pytest.fixture
@@ -133,7 +136,7 @@ def test_profile_counts_a_kernel_once(monkeypatch):
     profiler = contextlib.nullcontext(SimpleNamespace(events=lambda: events))
     monkeypatch.setattr(torch.profiler, "profile", lambda activities: profiler)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    profile, module = load_script("profile_parts").profile, torch.nn.Module()
+    profile, module = parts_of_a_step.profile, torch.nn.Module()
     (row,) = profile(lambda: None, 2, module).items()  # two steps: one is half of it
     assert row == ("loss", {"forward": 2, "backward": 0,
                             "operators": {"part: loss": 0, "aten::add": 2}})  # fmt: skip

@@ -5,20 +5,19 @@ import json
 import math
 import os
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from quickstart_runs import TEST_VERSES, kill_group, write_verses
+
+from conftest import ROOT
 
 pytest.importorskip("fairseq")
 
-sys.path.insert(0, str(ROOT / "scripts"))
 
-import compare
+from pipeline.compare import comparison as compare
 
 REAL_RUN = compare.Comparison.run
 

@@ -1,10 +1,8 @@
 """The recipes under configs/: the numbers of the papers' rows, and the models that they build."""
 
 import re
-import sys
 import warnings
 from itertools import chain
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,10 +15,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import talk_fairseq  # noqa: F401
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import train
-from train import CONFIGS
+from pipeline.recipes import train
+from pipeline.recipes.train import CONFIGS
 
 NAMES = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.glob("*/*.yaml"))
 

@@ -11,13 +11,14 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, SMALL_LM, fairseq
 from omegaconf import OmegaConf
 
+from conftest import ROOT, SMALL_LM, fairseq
+
 pytest.importorskip("fairseq")
-sys.path.insert(0, str(ROOT / "scripts"))
-import evaluate
 from fairseq_cli import generate
+
+from pipeline.recipes import evaluate
 
 SPANISH = ["task.source_lang=es", "task.target_lang=en", "generation.beam=2"]
 EN_DE = "wmt16_en_de/talkconv"

@@ -1,6 +1,7 @@
 """scripts/gpu_report.sh: without a GPU, with stages that are played, and the stages on a CPU."""
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -13,7 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, load_script
+
+from conftest import ROOT
 
 FOUND = {"card": "played", "cupy": "14", "pytest": "9", "fairseq": "none", "ncu": "none"}
 STAGES = """
@@ -46,7 +48,8 @@ STAGES = """
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     """gpu_report.py with the stages above, of a share of the time each."""
-    script = load_script("gpu_report")
+    from pipeline.benchmarks import gpu_report as script
+
     played = tmp_path / "played.py"
     played.write_text(textwrap.dedent(STAGES).replace("FOUND", repr(FOUND)))
     stages = [
@@ -54,7 +57,7 @@ def script(tmp_path, monkeypatch):
         for name, share in (("good", 1), ("failing", 1), ("endless", 1), ("last", 2))
     ]
     missing = script.Stage("missing", "A stage for fairseq", 1, ("cupy", "fairseq"))
-    monkeypatch.setattr(script, "STAGES_FILE", played)
+    monkeypatch.setattr(script, "STAGES_COMMAND", [sys.executable, played])
     monkeypatch.setattr(script.signal, "signal", lambda number, handler: None)  # of pytest
     monkeypatch.setattr(script, "STAGES", (*stages, missing))
     return script
@@ -107,8 +110,8 @@ def test_a_stop_loses_nothing(script, tmp_path):
     program = f"""
         import sys
         sys.path.insert(0, {str(ROOT / "scripts")!r})
-        import gpu_report
-        gpu_report.STAGES_FILE = gpu_report.Path({str(script.STAGES_FILE)!r})
+        from pipeline.benchmarks import gpu_report
+        gpu_report.STAGES_COMMAND = {list(map(str, script.STAGES_COMMAND))!r}
         gpu_report.STAGES = [gpu_report.Stage(n, n, 1) for n in ("good", "endless", "last")]
         gpu_report.main(["--minutes", "1", "--out", {str(tmp_path / "out")!r}])
     """
@@ -140,7 +143,7 @@ def test_without_matplotlib(script, tmp_path, monkeypatch):
 
 
 def test_without_torch(script, monkeypatch):
-    monkeypatch.setattr(script, "STAGES_FILE", Path("no such file"))
+    monkeypatch.setattr(script, "STAGES_COMMAND", [sys.executable, "no such file"])
     with pytest.raises(SystemExit, match="environment: expected torch .*, got failed: .*no such f"):
         script.main([])
 
@@ -151,7 +154,9 @@ def test_without_torch(script, monkeypatch):
 @pytest.fixture
 def stages(monkeypatch):
     """gpu_stages.py with small sizes, and a benchmark that does not wait."""
-    stages, bench = load_script("gpu_stages"), load_script("benchmark_talk_conv")
+    from pipeline.benchmarks import gpu_stages as stages
+    from pipeline.benchmarks import operator as bench
+
     monkeypatch.setattr(stages, "load_benchmark", lambda: (bench, "cpu"))
     for name, value in (("B", 2), ("C", 32), ("H", 4), ("LENGTHS", (40, 5)), ("LONG", 40)):
         monkeypatch.setattr(stages, name, value)
@@ -194,9 +199,9 @@ def test_the_operator_is_not_measured_where_it_is_wrong(stages, monkeypatch):
 
 def test_correctness(stages, tmp_path, monkeypatch):
     """The tests' results come from pytest's own record, and a test that fails is named."""
-    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/ops").mkdir(parents=True)
     for name in ("test_operator", "test_cuda", "test_decoding"):
-        (tmp_path / f"tests/{name}.py").write_text(
+        (tmp_path / f"tests/ops/{name}.py").write_text(
             "def test_cuda_right(): pass\ndef test_cuda_wrong(): assert 1 == 2\ndef test_other(): 0"
         )
     (tmp_path / "tests/ops/test_cuda.py").write_text("import os; os._exit(3)")
@@ -259,7 +264,7 @@ def test_another_benchmark_without_a_result(stages, monkeypatch):
 def test_options_of_the_other_benchmarks(stages, monkeypatch, name):
     """Those that the stages give are options there."""
     pytest.importorskip("fairseq")
-    other = load_script(f"benchmark_{name}")
+    other = importlib.import_module(f"pipeline.benchmarks.{name}")
     seen = []
     monkeypatch.setattr(stages, "from_script", lambda *arguments: seen.append(arguments) or ())
     list(getattr(stages, name)(100))

@@ -4,16 +4,16 @@ import functools
 import json
 import math
 import re
-import sys
 from argparse import Namespace
 
 import numpy as np
-import published
 import pytest
 import torch
-from conftest import ROOT, write_dictionaries
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
+
+import published
+from conftest import write_dictionaries
 
 pytest.importorskip("fairseq")
 
@@ -21,13 +21,10 @@ from fairseq import checkpoint_utils, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 
+from pipeline.plots import curves as plot_training
+from pipeline.plots import windows as plot_windows
+from pipeline.plots.curves import colours, curves_figure, read_log, read_runs
 from talk_fairseq import talk_conv_reference
-
-sys.path.insert(0, str(ROOT / "scripts"))  # as Python does for a script
-
-import plot_training
-import plot_windows
-from plot_training import colours, curves_figure, read_log, read_runs
 
 WORDS = 97
 TEXT = "w3 w14 w15 w9 w26 w5 w35 w8 w9 w7 w9 w32 w38 w46"

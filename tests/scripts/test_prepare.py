@@ -18,13 +18,13 @@ from types import SimpleNamespace
 
 import archives
 import pytest
+
 from conftest import ROOT
 
 pytest.importorskip("fairseq")
-sys.path.insert(0, str(ROOT / "scripts"))
-import prepare_archives
-import prepare_benchmark
-import prepare_text
+from pipeline.data import archives as prepare_archives
+from pipeline.data import prepare as prepare_benchmark
+from pipeline.data import text as prepare_text
 
 
 def prepare(benchmark, *arguments, workers=1):
@@ -588,7 +588,7 @@ def test_workers_end_with_a_run_that_is_killed():
     code = """if True:
         import os, sys, time
         sys.path.insert(0, "scripts")
-        import prepare_text
+        from pipeline.data import text as prepare_text
         prepare_text.CHUNK = 1
         def pids(chunk):
             time.sleep(0.2)

@@ -7,8 +7,9 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT
 from quickstart_runs import TEST_VERSES, QuickStart, kill_group, write_verses
+
+from conftest import ROOT
 
 pytest.importorskip("fairseq")
 
@@ -42,7 +43,7 @@ def test_a_run_a_second_run_and_a_restart(verses, tmp_path):
     commands = first.split("== the commands, in order\n")[1].split("\n\n")[0].splitlines()
     for line, name in zip(commands, (
         "prepare_corpus.py", "fairseq-preprocess", "--arch talkconv", "average_checkpoints.py",
-        "fairseq-generate", "show_translations.py",
+        "fairseq-generate", "quickstart.translations",
     ), strict=True):  # fmt: skip
         assert name in line
     out = tmp_path / "run"
@@ -191,7 +192,7 @@ def test_a_missing_translation_is_an_error_and_no_lower_score(tmp_path):
     (tmp_path / "reference").write_text("one\ntwo\n")
     generated = tmp_path / "generated"
     show = [
-        sys.executable, ROOT / "scripts/show_translations.py", generated,
+        sys.executable, ROOT / "scripts/run.py", "quickstart.translations", generated,
         "--source", tmp_path / "source", "--reference", tmp_path / "reference",
     ]  # fmt: skip
     generated.write_text("S-1\tdos\nH-1\t-0.5\ttwo\nD-1\t-0.5\ttwo\n")

@@ -6,15 +6,14 @@ import re
 
 import pytest
 import torch
-from conftest import load_script
 from quickstart_runs import TEST_VERSES, QuickStart, write_verses
+
+from pipeline.data import corpus as prepare
+from pipeline.quickstart import perplexities as compare
 
 pytest.importorskip("fairseq")
 
 MODELS = ("unigram", "transformer_lm", "talkconv_lm")
-compare = load_script("compare_language_models")
-prepare = load_script("prepare_corpus")
-
 
 _script = QuickStart("quickstart_lm.sh", timeout=900)
 command, quickstart, refusal = _script.command, _script.run, _script.refusal

@@ -4,15 +4,14 @@ import json
 import os
 import re
 import subprocess
-import sys
 
 import archives
 import pytest
+
 from conftest import ROOT
 
 pytest.importorskip("fairseq")
-sys.path.insert(0, str(ROOT / "scripts"))
-import results_table
+from pipeline.recipes import paper_tables as results_table
 
 # --- One command a row ---
 

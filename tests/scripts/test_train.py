@@ -4,19 +4,18 @@ import gzip
 import json
 import re
 import subprocess
-import sys
 from itertools import islice
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, fairseq, load_script
 from omegaconf import OmegaConf
 
+from conftest import ROOT, fairseq
+from pipeline.recipes import evaluate
+
 pytest.importorskip("fairseq")
-sys.path.insert(0, str(ROOT / "scripts"))
-import ablation
-import train
+from pipeline.recipes import ablation, train
 
 
 def planned(*arguments):
@@ -315,7 +314,7 @@ def test_a_folder_of_another_config(folder, tmp_path, monkeypatch):
 def test_saving_more_often_is_still_the_recipe():
     name = "wmt16_en_de/talkconv"
     config = train.with_overrides(train.read_config(name)[1], SAVING)
-    assert load_script("evaluate").other_settings(name, config) == {}
+    assert evaluate.other_settings(name, config) == {}
 
 
 @pytest.mark.parametrize("name", ["train", "ablation"])

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Train TaLK and its peers on the same text and compare them; see scripts/compare.sh --help."""
 
 import argparse
@@ -24,15 +23,14 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
-
 import numpy as np
-import prepare_corpus
-from whole_files import write_whole
+
+from pipeline.common.files import write_whole
+from pipeline.common.paths import ROOT
+from pipeline.data import corpus as prepare_corpus
 
 # PyTorch and fairseq take seconds to import: what needs them does so where it runs.
 
-ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = 4000
 REFERENCE = "talkconv"  # whose size the others are given, and which they are tested against
 TOLERANCE = 0.05  # by which the largest may have more parameters than the smallest
@@ -895,7 +893,7 @@ class Comparison:
 
     def validation(self, name, seed, rate=None):
         """``[{"updates", "loss", "ppl"}, …]`` of a run, as fairseq logged them."""
-        from plot_training import read_log
+        from pipeline.plots.curves import read_log
 
         entries = read_log(self.run_folder(name, seed, rate) / "train.log")["valid"]
         return [{key: entry[key] for key in ("updates", "loss", "ppl")} for entry in entries]
@@ -954,7 +952,7 @@ def last_checkpoints(folder, args):
 
 def average(paths, output):
     """Write the average of some checkpoints."""
-    import average_checkpoints
+    from pipeline.recipes import average as average_checkpoints
 
     average_checkpoints.save(average_checkpoints.average_checkpoints(paths), output)
 
@@ -998,8 +996,9 @@ def measure_speeds(args, words, checkpoints):
         checkpoints: {system: its averaged checkpoint}.
     """
     import torch
-    from benchmark_decoding import PeakMemory
-    from benchmark_training import training_speeds
+
+    from pipeline.benchmarks.decoding import PeakMemory
+    from pipeline.benchmarks.training import training_speeds
 
     if args.preset == "cpu":
         torch.set_float32_matmul_precision("medium")
@@ -1136,7 +1135,7 @@ def read_lines(path):
 
 def hypotheses_of(comparison, name, seed, count):
     """What was generated for the test set, in its order. Raises ValueError if one is missing."""
-    import score_rouge
+    from pipeline.recipes import rouge as score_rouge
 
     folder = comparison.run_folder(name, seed) / "generated"
     hypotheses, _ = score_rouge.read_hypotheses(folder)
@@ -1181,7 +1180,7 @@ def score_translations(comparison, results):
 
 def score_models(comparison, results):
     """Perplexity per token and per word of each run, and of the unigram."""
-    import compare_language_models as lm
+    from pipeline.quickstart import perplexities as lm
 
     language = comparison.args.languages[0]
     train, test = (
@@ -1404,7 +1403,7 @@ def validation_runs(results):
 
 def validation_figure(results):
     """Validation over updates and over time, a line for each seed."""
-    from plot_training import curves_figure
+    from pipeline.plots.curves import curves_figure
 
     figure = curves_figure(validation_runs(results), ["loss", "ppl"])
     for axis in figure.axes:
@@ -1418,7 +1417,8 @@ def validation_figure(results):
 def speed_figure(results):
     """The score of each system over its speed in training and in generation."""
     from matplotlib.figure import Figure
-    from plot_training import MARKERS, colours
+
+    from pipeline.plots.curves import MARKERS, colours
 
     task, systems = results["task"], results["systems"]
     figure = Figure(figsize=(11, 4.5), layout="constrained")
@@ -1451,7 +1451,7 @@ def write_results(out, results):
     measured = any("score" in row and row["speed"] for row in results["systems"].values())
     for name, figure in figures.items():
         if measured:
-            from plot_training import save_figure
+            from pipeline.plots.curves import save_figure
 
             save_figure(figure(results), out / name)
         else:
@@ -1488,7 +1488,3 @@ def main(arguments=None):
         print(f"compare.sh: failed: {failed}", file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

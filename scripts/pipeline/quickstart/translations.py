@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Score what fairseq-generate wrote with sacreBLEU, and show a few of the translations.
 
     show_translations.py generated.txt --source corpus/test.es --reference corpus/test.en
@@ -56,7 +55,3 @@ def main():
     bleu = BLEU()
     score = bleu.corpus_score([hypotheses[i] for i in range(len(references))], [references])
     print(f"sacreBLEU {score.score:.2f} on {len(references):,} sentences ({bleu.get_signature()})")
-
-
-if __name__ == "__main__":
-    main()

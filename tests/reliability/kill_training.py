@@ -30,8 +30,6 @@ import traceback
 from itertools import islice
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
-
 import fairseq_cli.preprocess
 import fairseq_cli.train  # before talk_fairseq, which mends it
 import torch
@@ -42,7 +40,7 @@ from fairseq.trainer import Trainer
 
 from talk_fairseq.checkpoint_files import read_checkpoint
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = (
     "--arch talkconv --encoder-layers 1 --decoder-layers 1 --encoder-max-left 3 "
     "--encoder-max-right 2 --decoder-max-left 3 --encoder-embed-dim 32 --decoder-embed-dim 32 "

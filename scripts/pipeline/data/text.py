@@ -16,7 +16,7 @@ from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from itertools import chain, islice, zip_longest
 
-from prepare_archives import EXPANDS, most_unpacked
+from pipeline.data.archives import EXPANDS, most_unpacked
 
 # What Python or a reader after us may take for the end of a line, though it is none here.
 BREAKS = dict.fromkeys(map(ord, "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"), " ")

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Train the model of configs/NAME.yaml with fairseq-hydra-train; see scripts/train.sh --help."""
 
 import argparse
@@ -17,10 +16,9 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from whole_files import write_whole
 
-ROOT = Path(__file__).resolve().parents[1]
-CONFIGS = ROOT / "configs"
+from pipeline.common.files import write_whole
+from pipeline.common.paths import CONFIGS, ROOT
 
 DESCRIPTION = """\
 Trains the model of configs/NAME.yaml, on the CPU, on one GPU, on several, or on several nodes.
@@ -483,7 +481,3 @@ def main(arguments=None):
     save_dir.mkdir(parents=True, exist_ok=True)
     write_whole(save_dir / "trained.yaml", OmegaConf.to_yaml(trained))
     os.execve(command[0], command, {**os.environ, **environment})
-
-
-if __name__ == "__main__":
-    sys.exit(main())

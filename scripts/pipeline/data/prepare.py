@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Prepare a benchmark of the papers: from published archives to a folder that fairseq trains on.
 
 Called by ``scripts/prepare_<benchmark>.sh``, which say in ``--help`` what they take. What each
@@ -26,8 +25,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from prepare_archives import URL, download, gather, read_members, walk
-from prepare_text import (
+from tqdm import tqdm
+
+from pipeline.common.paths import ROOT
+from pipeline.data.archives import URL, download, gather, read_members, walk
+from pipeline.data.text import (
     LONGEST_LINE,
     encode_pairs,
     in_parallel,
@@ -42,9 +44,7 @@ from prepare_text import (
     without_sentence_tags,
     without_tags,
 )
-from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parents[1]
 SPLITS = ("train", "valid", "test")
 
 
@@ -880,7 +880,3 @@ def main(arguments=None):
     except KeyboardInterrupt:
         print(f"{parser.prog}: stopped; run it again to go on", file=sys.stderr)
         sys.exit(130)
-
-
-if __name__ == "__main__":
-    main()

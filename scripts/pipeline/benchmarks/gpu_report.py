@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """A GPU in one command: is the operator right there, how fast is it, and what holds it up.
 
     scripts/gpu_report.sh                     all of it, in nine minutes
@@ -28,10 +27,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from gpu_stages import MARK
-from whole_files import write_whole
+from pipeline.benchmarks.gpu_stages import MARK
+from pipeline.common.files import write_whole
+from pipeline.common.paths import ROOT
 
-STAGES_FILE = Path(__file__).with_name("gpu_stages.py")
+STAGES_COMMAND = [sys.executable, ROOT / "scripts/run.py", "benchmarks.gpu_stages"]
 PLOTTED = ("of a copy", "a second", "issue slots, %")
 NAMES = ("T", "dtype", "mode", "way", "sets", "kernel")  # columns that tell rows apart
 
@@ -64,7 +64,7 @@ STAGES = (
 
 def run_stage(name, seconds, add):
     """``(state, error)`` of a stage in a process of its own; `add` is called with each row."""
-    command = [sys.executable, STAGES_FILE, name, str(seconds)]
+    command = [*STAGES_COMMAND, name, str(seconds)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -243,7 +243,3 @@ def main(arguments=None):
         return
     report(found, args.out, end)
     print(f"written: {args.out}/report.json and report.md")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Train and score the ablation of the paper's Table 7; see scripts/ablation.sh --help."""
 
 import argparse
@@ -11,8 +10,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from train import CONFIGS, ROOT, BadInput, check_options, read_config, with_overrides
-from whole_files import write_whole
+from pipeline.common.files import write_whole
+from pipeline.recipes.train import (
+    CONFIGS,
+    ROOT,
+    BadInput,
+    check_options,
+    read_config,
+    with_overrides,
+)
 
 BENCHMARK = "iwslt14_de_en"
 
@@ -62,7 +68,7 @@ def run(name, *command):
     """Run the script `name` beside this one. Raises Failed."""
     print("$", name, *command, flush=True)
     done = subprocess.run(
-        [sys.executable, *map(str, (Path(__file__).with_name(name), *command))],
+        [sys.executable, *map(str, (ROOT / "scripts/run.py", name, *command))],
         env={**os.environ, "PYTHONWARNINGS": "ignore"},
     )
     if done.returncode:
@@ -94,12 +100,12 @@ def score(row, key, seed, args):
     shared = ["--data", args.data, *(["--cpu"] if args.cpu else []), *args.overrides]
     (folder / "crash.pt").unlink(missing_ok=True)  # of an earlier run
     try:
-        run("train.py", name, "--save-dir", folder, *shared, f"common.seed={seed}")
+        run("recipes.train", name, "--save-dir", folder, *shared, f"common.seed={seed}")
     except Failed:
         if diverged(folder):
             return "diverged"
         raise
-    run("evaluate.py", name, folder, "--split", "valid", *shared)
+    run("recipes.evaluate", name, folder, "--split", "valid", *shared)
     result = json.loads((folder / "evaluation/scores.json").read_text())
     return round(result["scores"]["tokenised_bleu"]["score"], 2)
 
@@ -119,7 +125,7 @@ def other_settings(row, args):
 
     Raises BadInput for overrides and data that cannot be used.
     """
-    import evaluate  # takes seconds
+    from pipeline.recipes import evaluate  # takes seconds
 
     name, recipe = read_config(f"{BENCHMARK}/{row}")
     config = with_overrides(recipe, args.overrides)
@@ -185,7 +191,3 @@ def main(arguments=None):
             write_whole(path, json.dumps(dict(sorted(results.items())), indent=2) + "\n")
     print(table(results))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

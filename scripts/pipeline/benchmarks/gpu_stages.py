@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """The stages of gpu_report.py, which runs each in a process: gpu_stages.py NAME SECONDS.
 
 A stage yields rows, dicts; what stands under "detail" is for the JSON alone. It is stopped from
@@ -24,7 +23,8 @@ import xml.etree.ElementTree
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from pipeline.common.paths import ROOT
+
 MARK = "@gpu_report "  # begins the lines in which a stage hands over a row
 B, C, H = 10, 1024, 16  # of the paper's table; and the lengths, the most telling first
 LENGTHS = (10_000, 1000, 100_000, 100, 10)
@@ -84,7 +84,7 @@ def correctness(seconds):
         with tempfile.TemporaryDirectory() as folder:
             path, start = Path(folder, "junit.xml"), time.monotonic()
             command = [sys.executable, "-m", "pytest", "-q", "-k", "cuda", f"--junit-xml={path}"]
-            subprocess.run([*command, f"tests/{name}.py"], cwd=ROOT)
+            subprocess.run([*command, f"tests/ops/{name}.py"], cwd=ROOT)
             row = {"file": name, "seconds": time.monotonic() - start}
             if not path.is_file():
                 yield row | {"first of them": "pytest did not end well"}
@@ -102,7 +102,7 @@ def correctness(seconds):
 
 def load_benchmark():
     """``(scripts/benchmark_talk_conv.py, device)``."""
-    import benchmark_talk_conv as bench
+    from pipeline.benchmarks import operator as bench
 
     return bench, "cuda" if bench.torch.cuda.is_available() else "cpu"
 
@@ -271,7 +271,13 @@ def training(seconds):
 
 def profile(seconds):
     """Occupancy, issue slots and traffic of each kernel, by ncu."""
-    workload = [sys.executable, __file__, "launches", str(seconds)]
+    workload = [
+        sys.executable,
+        ROOT / "scripts/run.py",
+        "benchmarks.gpu_stages",
+        "launches",
+        str(seconds),
+    ]
     command = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
     command += ["--kernel-name", "regex:talk_", "--metrics", ",".join(METRICS), *workload]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
@@ -298,6 +304,7 @@ def launches(seconds):
         yield {"dtype": dtype}
 
 
-if __name__ == "__main__":
+def main():
+    """Run the stage STAGE for about SECONDS, the two arguments; print each row after a mark."""
     for found in globals()[sys.argv[1]](float(sys.argv[2])):
         print(f"\n{MARK}{json.dumps(found)}", flush=True)

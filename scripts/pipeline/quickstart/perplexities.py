@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Compare language models on a test set, beside the frequencies of its tokens alone.
 
     compare_language_models.py --corpus corpus --language en --models a.pt b.pt --output c.json
@@ -17,10 +16,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
-
-from whole_files import write_whole
-
+from pipeline.common.files import write_whole
 from talk_fairseq.checkpoint_files import read_checkpoint
 
 END, UNKNOWN = "</s>", "<unk>"
@@ -144,7 +140,3 @@ def main(arguments=None):
         f"\non {test['sentences']:,} sentences of {test['words']:,} words; "
         f"unknown tokens: {test['unknown tokens']:,}"
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Score summaries by ROUGE; see scripts/evaluate_rouge.sh --help."""
 
 import argparse
@@ -6,8 +5,6 @@ import json
 import re
 import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
 
 from talk_fairseq.rouge import rouge, version
 
@@ -156,7 +153,3 @@ def main(arguments=None):
         f"({result['tool']} {result['version']}, {stems}, {sentences})"
     )
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Score the checkpoints of configs/NAME.yaml; see scripts/evaluate.sh --help."""
 
 import argparse
@@ -14,13 +13,21 @@ from pathlib import Path
 
 import sacrebleu
 import torch
-from average_checkpoints import EPOCHS, UPDATES, average_checkpoints, find_checkpoints, save
 from fairseq.dataclass.configs import GenerationConfig
 from omegaconf import OmegaConf
-from train import CONFIGS, ROOT, BadInput, check_options, flat, read_config, with_overrides
-from whole_files import write_whole
 
 import talk_fairseq  # noqa: F401  registers the models and mends fairseq
+from pipeline.common.files import write_whole
+from pipeline.recipes.average import EPOCHS, UPDATES, average_checkpoints, find_checkpoints, save
+from pipeline.recipes.train import (
+    CONFIGS,
+    ROOT,
+    BadInput,
+    check_options,
+    flat,
+    read_config,
+    with_overrides,
+)
 from talk_fairseq.checkpoint_files import read_checkpoint
 from talk_fairseq.rouge import rouge
 from talk_fairseq.rouge import version as rouge_version
@@ -654,7 +661,3 @@ def main(arguments=None):
         return 2
     print(json.dumps(result, indent=2, ensure_ascii=False) if args.json else table(result))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

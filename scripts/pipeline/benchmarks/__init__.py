@@ -1,0 +1,1 @@
+"""Speed and memory of the operator, of training steps and of decoding."""

@@ -1,0 +1,1 @@
+"""TaLK and its peers, trained on the same text and compared."""

@@ -1,0 +1,1 @@
+"""From published archives, or any corpus, to data that fairseq trains on."""

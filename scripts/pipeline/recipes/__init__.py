@@ -1,0 +1,1 @@
+"""The rows of the papers' tables: training, averaging, scoring."""
