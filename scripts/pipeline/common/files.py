@@ -1,6 +1,8 @@
-"""Text files that are written whole or not at all."""
+"""Text and JSON files; what is written is written whole or not at all."""
 
+import json
 import os
+import shutil
 
 
 def write_whole(path, text):
@@ -10,7 +12,39 @@ def write_whole(path, text):
     """
     part = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.partial")
     try:
-        part.write_text(text, encoding="utf-8")
+        part.write_text(text, encoding="utf-8", newline="\n")
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def write_json(path, value):
+    """Write `value` to `path` as JSON, whole or not at all."""
+    write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_json(path):
+    """Return what the JSON file `path` holds. Raises ValueError, naming it, for anything else."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON, got {error}") from None
+
+
+def read_lines(path):
+    """Return the lines of a text file; only a line feed ends one."""
+    text = path.read_bytes().decode("utf-8")
+    return text.removesuffix("\n").split("\n") if text else []
+
+
+def write_lines(path, lines):
+    """Write `lines` to `path`, each with a line feed at its end, whole or not at all."""
+    write_whole(path, "".join(f"{line}\n" for line in lines))
+
+
+def remove(path):
+    """Remove a file or a folder that may not be there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

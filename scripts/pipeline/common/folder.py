@@ -1,0 +1,112 @@
+"""A folder that one run at a time works in, step by step, each step done once."""
+
+import fcntl
+
+from pipeline.common.command import BadInput
+from pipeline.common.files import read_json, remove, write_json
+
+
+class Folder:
+    """The folder of a run: a lock, its settings, and steps that are not repeated.
+
+    Args:
+        path: the folder, which need not exist yet.
+        what: what runs in it, in words: "comparison", "quick start".
+        made: patterns (as of ``Path.glob``) of all that such a run makes there, for a restart; the
+            lock and the settings are added.
+        option: the command's option that names the folder, for messages.
+
+    Attributes:
+        path: the folder.
+        lock: the open lock file, once the folder is open. A process that inherits it keeps the
+            folder locked for as long as it lives.
+    """
+
+    def __init__(self, path, what, made, option="--out"):
+        self.path, self.what, self.made, self.option = path, what, made, option
+        self.settings, self.lock = path / "settings.json", None
+
+    def check(self):
+        """Raise BadInput unless the folder can hold such a run. Makes nothing."""
+        if self.path.exists() and not self.path.is_dir():
+            raise BadInput(f"{self.option}: expected a folder, got the file {self.path}")
+        if self.settings.exists() or not self.path.exists():
+            return
+        others = {path.name for path in self.path.iterdir()} - {"lock"}
+        if any(not name.startswith(self.settings.name) for name in others):
+            raise BadInput(
+                f"{self.option}: {self.path} holds files that are not of a {self.what}; choose "
+                "another folder"
+            )
+
+    def open(self, settings, restart=False, growing=()):
+        """Lock the folder for a run with `settings`, a dictionary that JSON can hold.
+
+        Args:
+            restart: remove what an earlier run left.
+            growing: keys of `settings` whose values are dictionaries that may gain and lose
+                entries from run to run; an entry that was there keeps its value.
+
+        Raises BadInput if another run holds the lock, or the folder is of other settings; the
+        message names the first that differs.
+        """
+        self.check()
+        if self.settings.exists() and not restart:
+            settings = self._merged(settings, growing)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.lock = open(self.path / "lock", "a")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.close()
+            raise BadInput(
+                f"{self.option}: another {self.what}, or a command of one that was killed, is "
+                f"running in {self.path}; wait for it or choose another folder"
+            ) from None
+        if restart:
+            for pattern in (*self.made, self.settings.name):
+                for path in list(self.path.glob(pattern)):
+                    remove(path)
+        write_json(self.settings, settings)
+
+    def _merged(self, settings, growing):
+        """`settings` with the entries of `growing` that were there. Raises BadInput."""
+        before = read_json(self.settings)
+        pairs = [(k, before.get(k), v) for k, v in settings.items() if k not in growing]
+        for key in growing:
+            there = before.setdefault(key, {})
+            pairs += [(name, there[name], v) for name, v in settings[key].items() if name in there]
+        for key, old, new in pairs:
+            if old != new:
+                raise BadInput(
+                    f"{self.option}: {self.path} holds a {self.what} with other settings ({key}: "
+                    f"{str(old)[:80]}, not {str(new)[:80]}); choose another folder, or --restart "
+                    "to replace it"
+                )
+        return settings | {key: before[key] | settings[key] for key in growing}
+
+    def close(self):
+        """Let go of the lock."""
+        if self.lock:
+            self.lock.close()
+
+    def once(self, title, made, make):
+        """Announce and run ``make(partial)``, unless the path `made` is there.
+
+        `make` writes a file or folder under the name `partial`, which becomes `made` when it is
+        whole. Returns whether it ran.
+        """
+        if made.exists():
+            return False
+        show(f"\n== {title}")
+        partial = made.with_name(made.name + ".partial")
+        remove(partial)
+        made.parent.mkdir(parents=True, exist_ok=True)
+        make(partial)
+        partial.rename(made)
+        return True
+
+
+def show(text=""):
+    """Print `text` in one piece, beside other threads that print."""
+    print(text + "\n", end="", flush=True)
