@@ -8,11 +8,12 @@ from comparisons import dictionaries, refusal
 
 pytest.importorskip("fairseq")
 
-from pipeline.common import systems
+from pipeline.common import fairseq, systems
 from pipeline.common.fairseq import CPU_ENVIRONMENT
+from pipeline.common.models import parse_words
 from pipeline.common.systems import words
 from pipeline.compare import sizes, sweep
-from pipeline.compare.flags import parse_words, training_words
+from pipeline.compare.flags import training_words
 
 # --- Sizes ---
 
@@ -120,17 +121,17 @@ def test_flags_in_words():
 def test_a_process_begins_anew_where_its_environment_does_not_suit(monkeypatch):
     """Threads and memory of a process are as its environment was when it began."""
     begun = []
-    monkeypatch.setattr(sweep.os, "execve", lambda *command: begun.append(command))
+    monkeypatch.setattr(fairseq.os, "execve", lambda *command: begun.append(command))
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    sweep.set_environment("cpu")
+    fairseq.set_environment("cpu")
     [(program, command, environment)] = begun
     assert environment["CUDA_VISIBLE_DEVICES"] == "" and CPU_ENVIRONMENT.items() <= (
         environment.items()
     )
-    sweep.set_environment("cuda")
+    fairseq.set_environment("cuda")
     assert begun[1][2] == {**os.environ, "CUDA_VISIBLE_DEVICES": "2"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    sweep.set_environment("cpu")
+    fairseq.set_environment("cpu")
     assert len(begun) == 2

@@ -1,5 +1,6 @@
 """Running fairseq's commands: their environment, their logs, their checkpoints."""
 
+import concurrent.futures
 import os
 import re
 import shlex
@@ -28,6 +29,19 @@ CPU_ENVIRONMENT = {
 TAIL = 15  # lines of a log that an error shows
 
 
+def set_environment(device):
+    """Begin this process anew in the environment that suits the device, unless it has it.
+
+    For programs that compute themselves: some of CPU_ENVIRONMENT counts only when a process begins.
+    On the device "cuda" one GPU is left, as fairseq takes every one that it sees.
+    """
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    wanted = {"CUDA_VISIBLE_DEVICES": first if device == "cuda" else ""}
+    wanted |= CPU_ENVIRONMENT if device == "cpu" else {}
+    if os.environ | wanted != os.environ:
+        os.execve(sys.executable, sys.orig_argv, os.environ | wanted)
+
+
 def command(name):
     """Return the path of a command of this environment, such as ``fairseq-train``."""
     return Path(sys.executable).parent / name
@@ -36,6 +50,22 @@ def command(name):
 def in_words(words):
     """Return a command as a line that a shell takes."""
     return shlex.join(str(Path(word).name if n == 0 else word) for n, word in enumerate(words))
+
+
+def binarising(corpus, languages, output):
+    """Return the words of fairseq-preprocess for what prepare_corpus.py wrote.
+
+    Two languages share a dictionary.
+    """
+    end = "" if len(languages) == 2 else f".{languages[0]}"
+    sides = ["--only-source"]
+    if len(languages) == 2:
+        sides = ["--source-lang", languages[0], "--target-lang", languages[1]]
+        sides += ["--joined-dictionary"]
+    prefixes = []
+    for split in ("train", "valid", "test"):
+        prefixes += [f"--{split}pref", corpus / "pieces" / f"{split}{end}"]
+    return ["fairseq-preprocess", *sides, "--workers", "2", *prefixes, "--destdir", output]
 
 
 class Commands:
@@ -93,6 +123,30 @@ class Commands:
             how = signalled if process.returncode < 0 else "failed"
             name = Path(words[0]).name
             raise Failed(f"{name} {how}; {log} ends with\n" + "\n".join(tail))
+
+    def side_by_side(self, work, items, jobs):
+        """Call ``work(*item)`` with each item, in `jobs` threads; what stops one stops all."""
+
+        def unless_stopped(*item):
+            if self.stopped:
+                return
+            try:
+                work(*item)
+            except BaseException:
+                self.stopped = True
+                raise
+
+        pool = concurrent.futures.ThreadPoolExecutor(jobs)
+        try:
+            futures = [pool.submit(unless_stopped, *item) for item in items]
+            ended = concurrent.futures.wait(futures, return_when="FIRST_EXCEPTION").done
+            for future in ended:
+                future.result()
+        except BaseException:
+            self.stop()
+            raise
+        finally:
+            pool.shutdown()
 
     def stop(self):
         """Stop what runs, and what is started later."""

@@ -1,4 +1,4 @@
-"""The loss of language models, from fairseq-eval-lm, and of the frequencies of tokens alone."""
+"""Perplexities: of a unigram, and of what fairseq-eval-lm scored."""
 
 import math
 import re

@@ -67,11 +67,6 @@ def read_preset(name):
     return Preset(read["reference"], read["reference_ffn"], schedules, read["systems"])
 
 
-def preset_names():
-    """Return the names of all presets, such as ``cpu_lm``."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
-
-
 def read_yaml(name):
     """Return what ``configs/verses/NAME.yaml`` holds, with its anchors resolved."""
     return yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))

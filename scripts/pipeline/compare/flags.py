@@ -1,13 +1,7 @@
-"""What fairseq is told in a comparison, as flags of its commands, and what it builds from that."""
-
-import contextlib
-import io
-import logging
+"""What fairseq is told in a comparison: the flags of its commands."""
 
 from pipeline.common.paths import PLUGIN
 from pipeline.common.systems import words
-
-# PyTorch and fairseq take seconds to import: what needs them does so where it runs.
 
 
 def data_flags(args):
@@ -76,7 +70,7 @@ def search(args):
 
 
 def evaluation_words(args, data, checkpoint, results):
-    """Return the command, and its words, that runs a model over the test set.
+    """Return the words of the command that runs a model over the test set.
 
     Hypotheses go to the folder `results`; the perplexity of a language model is printed.
     """
@@ -87,50 +81,9 @@ def evaluation_words(args, data, checkpoint, results):
         command, flags["max-tokens"] = "fairseq-generate", generated_tokens(args)
         flags |= {key.replace("_", "-"): value for key, value in search(args).items()}
         flags |= {"remove-bpe": "sentencepiece", "results-path": results}
-    return command, [str(data), *words(flags)]
+    return [command, str(data), *words(flags)]
 
 
 def generated_tokens(args):
     """Return the most tokens of a batch from which is generated."""
     return 2 * args.schedule.max_tokens
-
-
-# --- What fairseq builds ---
-
-
-def parse_words(words):
-    """Return fairseq's Namespace of the words after fairseq-train.
-
-    Raises ValueError with what fairseq says of words that it does not take.
-    """
-    import talk_fairseq  # noqa: F401 (patches fairseq, and registers the archs)
-
-    # isort: split
-    from fairseq import options
-    from fairseq.models import ARCH_MODEL_REGISTRY
-
-    logging.getLogger("fairseq").setLevel(logging.WARNING)
-    arch = words[words.index("--arch") + 1]
-    if arch not in ARCH_MODEL_REGISTRY:
-        raise ValueError(f"--arch: expected one that fairseq knows, got {arch}")
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return options.parse_args_and_arch(options.get_training_parser(), words)
-    except SystemExit:
-        raise ValueError(said.getvalue().strip().rpartition("\n")[2]) from None
-
-
-def configure(words):
-    """Return ``(config, task)`` of the words after fairseq-train. Raises as `parse_words`."""
-    from fairseq import tasks
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-
-    cfg = convert_namespace_to_omegaconf(parse_words(words))
-    return cfg, tasks.setup_task(cfg.task)
-
-
-def build_model(options, task):
-    """Return the model, on the default device, without what fairseq prints of CUDA extensions."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        return task.build_model(options)

@@ -146,8 +146,10 @@ def notes(results):
 # --- The figures ---
 
 
-def validation_runs(results):
-    """Return the runs as `curves_figure` draws them, at the measured seconds per update."""
+def validation_figure(results):
+    """Return a Figure of the validation over updates and over time, a line for each seed."""
+    from pipeline.plots.curves import curves_figure
+
     runs = {}
     for name, row in results["systems"].items():
         if "score" in row and row["speed"]:
@@ -156,14 +158,7 @@ def validation_runs(results):
                 {"train": [], "valid": [{**e, "seconds": e["updates"] * pace} for e in validation]}
                 for validation in (seed["validation"] for seed in row["seeds"].values())
             ]
-    return runs
-
-
-def validation_figure(results):
-    """Return a Figure of the validation over updates and over time, a line for each seed."""
-    from pipeline.plots.curves import curves_figure
-
-    figure = curves_figure(validation_runs(results), ["loss", "ppl"])
+    figure = curves_figure(runs, ["loss", "ppl"])
     for axis in figure.axes:
         axis.set_ylabel(axis.get_ylabel() and f"validation {axis.get_ylabel()}")
         if axis.get_xlabel().startswith("wall-clock"):

@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from pipeline.common.models import build_model, configure, parse_words
 from pipeline.common.systems import with_width
-from pipeline.compare.flags import build_model, configure, parse_words, training_words
+from pipeline.compare.flags import training_words
 
 TOLERANCE = 0.05  # by which the largest may have more parameters than the smallest
 

@@ -1,9 +1,11 @@
 """Speed and memory of trained models, measured in turn in one process."""
 
 import statistics
+from functools import partial
 
 from pipeline.common.folder import show
-from pipeline.compare.flags import build_model, configure, generated_tokens, search
+from pipeline.common.models import build_model, configure
+from pipeline.compare.flags import generated_tokens, search
 
 
 def measure_speeds(args, words, checkpoints):
@@ -17,51 +19,36 @@ def measure_speeds(args, words, checkpoints):
     from pipeline.benchmarks.decoding import PeakMemory
     from pipeline.benchmarks.training import training_speeds
 
-    trainers, generators, counts, peaks = {}, {}, {}, {}
-    for name in words:
-        trainers[name], generators[name] = build_measured(args, words[name], checkpoints[name])
-    task = next(iter(trainers.values())).task
-    batches, samples = training_batches(args, task), test_batches(args, task)
-
-    def train(name, batch):
-        trainers[name].train_step([batch], raise_oom=True)
-        return batch["ntokens"]
-
-    def generate(name, batch):
-        return generators[name](batch)
-
-    rows = {}
-    for what, step, work in (("training", train, batches), ("generation", generate, samples)):
-        for name in words:
+    steps = {name: build_measured(args, words[name], checkpoints[name]) for name in words}
+    _, task = configure(next(iter(words.values())))
+    work = {"training": training_batches(args, task), "generation": test_batches(args, task)}
+    rows = {name: {} for name in words}
+    for what, batches in work.items():
+        for name, row in rows.items():
             show(f"{what}: {name}, warming up")
-            for batch in work:  # all, so that what is allocated once is there
-                step(name, batch)
+            for batch in batches:  # all, so that what is allocated once is there
+                steps[name][what](batch)
             with PeakMemory(args.device) as peak:
-                counts[what, name] = sum(step(name, batch) for batch in work)
-            peaks[what, name] = peak.bytes
+                tokens = sum(steps[name][what](batch) for batch in batches)
+            row[what] = {"tokens": tokens, "memory": peak.bytes}
 
         def report(so_far, what=what):
             show(f"{what}: turn {len(next(iter(so_far.values())))} of {args.turns}")
 
         # Batch by batch in turn, as other work on the machine comes and goes within seconds.
-        steps = {
-            (name, i): lambda step=step, name=name, batch=batch: step(name, batch)
-            for i, batch in enumerate(work)
+        timed = {
+            (name, i): partial(steps[name][what], batch)
+            for i, batch in enumerate(batches)
             for name in words
         }
-        speeds = training_speeds(steps, args.turns, report=report)
-        for name in words:
-            turns = [sum(turn) for turn in zip(*(speeds[name, i] for i in range(len(work))))]
-            rows.setdefault(name, {})[what] = {
-                "turns": turns,
-                "seconds": statistics.median(turns),
-                "tokens": counts[what, name],
-                "memory": peaks[what, name],
-            }
-    sentences = sum(sample["id"].numel() for sample in samples)
+        speeds = training_speeds(timed, args.turns, report=report)
+        for name, row in rows.items():
+            turns = [sum(turn) for turn in zip(*(speeds[name, i] for i in range(len(batches))))]
+            row[what] |= {"turns": turns, "seconds": statistics.median(turns)}
+    sentences = sum(batch["id"].numel() for batch in work["generation"])
     for row in rows.values():
         training, generation = row["training"], row["generation"]
-        row["seconds_per_update"] = training["seconds"] / len(batches)
+        row["seconds_per_update"] = training["seconds"] / len(work["training"])
         row["training_tokens_per_second"] = training["tokens"] / training["seconds"]
         row["generated_sentences_per_second"] = sentences / generation["seconds"]
         row["generated_tokens_per_second"] = generation["tokens"] / generation["seconds"]
@@ -69,7 +56,11 @@ def measure_speeds(args, words, checkpoints):
 
 
 def build_measured(args, words, checkpoint):
-    """Return ``(trainer, generate(batch))`` of a trained model; each has a copy of it."""
+    """Return the steps of a trained model, which have a copy of it each.
+
+    They are ``{"training": step(batch), "generation": step(batch)}`` and return the tokens of the
+    batch's target, or of the best hypotheses.
+    """
     from fairseq import utils
     from fairseq.dataclass.configs import GenerationConfig
     from fairseq.trainer import Trainer
@@ -94,13 +85,17 @@ def build_measured(args, words, checkpoint):
         copy.half().cuda()
     generator = task.build_generator([copy], generation)
 
-    def generate(sample):
+    def train(batch):
+        trainer.train_step([batch], raise_oom=True)
+        return batch["ntokens"]
+
+    def generate(batch):
         if args.device == "cuda":
-            sample = utils.move_to_cuda(sample)
-        hypotheses = task.inference_step(generator, [copy], sample)
+            batch = utils.move_to_cuda(batch)
+        hypotheses = task.inference_step(generator, [copy], batch)
         return sum(len(beam[0]["tokens"]) for beam in hypotheses)
 
-    return trainer, generate
+    return {"training": train, "generation": generate}
 
 
 def training_batches(args, task):

@@ -1,39 +1,37 @@
 """Train TaLK and its peers on the same text and compare them; see scripts/compare.sh --help."""
 
-import concurrent.futures
 import contextlib
+import glob
 import hashlib
 import logging
 import math
-import os
 import signal
-import sys
 import threading
 import warnings
 from pathlib import Path
 
 from pipeline.common.command import BadInput, Failed, parser, run
 from pipeline.common.fairseq import (
-    CPU_ENVIRONMENT,
     BatchBar,
     Commands,
     TrainingBar,
-    command,
+    binarising,
     last_checkpoints,
     numbered,
+    set_environment,
 )
 from pipeline.common.files import read_json, remove, write_json
 from pipeline.common.folder import Folder, show
 from pipeline.common.logs import read_log
 from pipeline.common.machine import cores, machine, versions
 from pipeline.common.paths import ROOT
-from pipeline.common.systems import preset_names, read_preset, with_width
+from pipeline.common.systems import read_preset, with_width
 from pipeline.compare.flags import evaluation_words, search, training_flags, training_words
 from pipeline.compare.report import TITLES, write_results
 from pipeline.compare.scores import score
 from pipeline.compare.sizes import check_sizes, fit, reference_size, try_step
 from pipeline.compare.speed import measure_speeds
-from pipeline.data.corpus import LONGEST, SPLITS, prepare, read_corpus
+from pipeline.data.corpus import LONGEST, prepare, read_corpus
 
 # PyTorch and fairseq take seconds to import: what needs them does so where it runs.
 
@@ -196,9 +194,11 @@ class Comparison:
     def __init__(self, args):
         self.args, self.out = args, args.out
         self.corpus, self.data = self.out / "corpus", self.out / "binarised"
-        systems = {name for preset in preset_names() for name in read_preset(preset).systems}
-        self.folder = Folder(args.out, "comparison", (*MADE, *sorted(systems)))
+        self.folder = Folder(args.out, "comparison", MADE)
         self.folder.check()
+        if self.folder.settings.exists():
+            earlier = read_json(self.folder.settings).get("systems", {})
+            self.folder.made = (*MADE, *map(glob.escape, earlier))
         try:
             self.text = read_corpus(args.data, args.languages)
         except ValueError as error:
@@ -258,15 +258,16 @@ class Comparison:
         # fairseq and Hydra tell much of what they set up, and call much that is deprecated.
         logging.disable(logging.INFO)
         warnings.filterwarnings("ignore")
+        jobs = self.args.jobs
         self.prepare()
         self.check_systems()
         first = [(name, 1, rate) for name in self.able() for rate in self.args.rates]
-        self.side_by_side(self.train, first)
+        self.commands.side_by_side(self.train, first, jobs)
         self.choose_rates()
         known = [run for run in self.runs() if (run[0], 1) not in self.failures]
         others = [(name, seed, self.rates[name]["chosen"]) for name, seed in known if seed > 1]
-        self.side_by_side(self.train, others)
-        self.side_by_side(self.evaluate, known)
+        self.commands.side_by_side(self.train, others, jobs)
+        self.commands.side_by_side(self.evaluate, known, jobs)
         return self.results(self.measure())
 
     def count(self, title):
@@ -281,24 +282,15 @@ class Comparison:
 
     def prepare(self):
         """Write plain text, a SentencePiece model, the pieces, and their numbers."""
-        languages = self.args.languages
         # The task of summaries cuts sources anyway.
         cut_source = LONGEST if self.args.task == "summ" else None
 
         def cut(partial):
-            prepare(self.text, languages, VOCABULARY, partial, cut_source)
+            prepare(self.text, self.args.languages, VOCABULARY, partial, cut_source)
 
         def binarise(partial):
-            form, end = ["--only-source"], f".{languages[0]}"
-            if len(languages) == 2:
-                form, end = ["--joined-dictionary", "--target-lang", languages[1]], ""
-                form += ["--source-lang", languages[0]]
-            for split in SPLITS:
-                form += [f"--{split}pref", f"{self.corpus / 'pieces' / split}{end}"]
-            self.commands.run(
-                [command("fairseq-preprocess"), *form, "--workers", "2", "--destdir", partial],
-                self.out / "prepare.log",
-            )
+            words = binarising(self.corpus, self.args.languages, partial)
+            self.commands.run(words, self.out / "prepare.log")
 
         self.once("cutting the corpus into pieces", self.corpus, cut)
         self.once("binarising", self.data, binarise)
@@ -330,30 +322,6 @@ class Comparison:
         write_json(path, known)
         self.systems = {name: known[name] for name in args.systems}
 
-    def side_by_side(self, work, items):
-        """Call ``work(*item)`` with each item, some at a time; what stops one stops all."""
-
-        def unless_stopped(*item):
-            if self.commands.stopped:
-                return
-            try:
-                work(*item)
-            except BaseException:
-                self.commands.stopped = True
-                raise
-
-        pool = concurrent.futures.ThreadPoolExecutor(self.args.jobs)
-        try:
-            futures = [pool.submit(unless_stopped, *item) for item in items]
-            ended = concurrent.futures.wait(futures, return_when="FIRST_EXCEPTION").done
-            for future in ended:
-                future.result()
-        except BaseException:
-            self.commands.stop()
-            raise
-        finally:
-            pool.shutdown()
-
     def words(self, name, rate):
         """Return the words after fairseq-train of a system at a rate, with its fitted width."""
         return training_words(self.args, self.data, self.systems[name]["options"], rate)
@@ -362,10 +330,6 @@ class Comparison:
         """Run a command whose log the progress `bar` reads."""
         with contextlib.closing(bar):
             self.commands.run(words, log, watch=bar)
-
-    def bar_title(self, title):
-        """Return the title of a progress bar, which one alone does without."""
-        return "" if self.args.jobs == 1 else title
 
     def train(self, name, seed, rate):
         """Write the average of a run's last checkpoints. Goes on from its last checkpoint.
@@ -384,8 +348,8 @@ class Comparison:
                     remove(log)
                 words = [*self.words(name, rate), "--seed", seed, "--save-dir", checkpoints]
                 words += ["--restore-file", newest[0]] if newest else []
-                bar = TrainingBar(self.args.updates, self.bar_title(title))
-                self.watched(bar, [command("fairseq-train"), *words], log)
+                bar = TrainingBar(self.args.updates, title if self.args.jobs > 1 else "")
+                self.watched(bar, ["fairseq-train", *words], log)
                 (checkpoints / "done").touch()
             paths = last_checkpoints(checkpoints, self.args.updates, self.args.schedule.averaged)
             average(paths, partial)
@@ -430,11 +394,9 @@ class Comparison:
         lm = self.args.task == "lm"
 
         def make(partial):
-            program, words = evaluation_words(
-                self.args, self.data, folder / "averaged.pt", results=partial
-            )
-            log = partial if lm else folder / "generate.log"
-            self.watched(BatchBar(self.bar_title(title)), [command(program), *words], log)
+            words = evaluation_words(self.args, self.data, folder / "averaged.pt", partial)
+            bar = BatchBar(title if self.args.jobs > 1 else "")
+            self.watched(bar, words, partial if lm else folder / "generate.log")
 
         try:
             self.once(f"evaluating {title}", folder / ("averaged.txt" if lm else "generated"), make)
@@ -517,16 +479,6 @@ def average(paths, output):
 
 
 # --- The command ---
-
-
-def set_environment(device):
-    """Begin this process anew in the environment that suits the device, unless it has it."""
-    # fairseq takes every GPU that it sees.
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    wanted = {"CUDA_VISIBLE_DEVICES": first if device == "cuda" else ""}
-    wanted |= CPU_ENVIRONMENT if device == "cpu" else {}
-    if os.environ | wanted != os.environ:
-        os.execve(sys.executable, sys.orig_argv, os.environ | wanted)
 
 
 def compare(arguments=None):
