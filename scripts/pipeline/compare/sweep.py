@@ -154,7 +154,7 @@ def parse_rates(text):
 def choose_systems(args, known):
     """Return ``{name: flags}`` of the systems to compare. Raises BadInput."""
     if args.task == "summ":  # ConvS2S takes two tokens fewer than what sources are cut to
-        known = {name: flags for name, flags in known.items() if flags["arch"] != "fconv"}
+        known = {name: flags for name, flags in known.items() if flags.get("arch") != "fconv"}
     chosen = args.systems.split(",") if args.systems else list(known)
     for name in chosen:
         if name not in known:
