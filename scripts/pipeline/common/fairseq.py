@@ -1,6 +1,8 @@
 """Running fairseq's commands: their environment, their logs, their checkpoints."""
 
+import concurrent.futures
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -27,6 +29,19 @@ CPU_ENVIRONMENT = {
 TAIL = 15  # lines of a log that an error shows
 
 
+def set_environment(device):
+    """Begin this process anew in the environment that suits the device, unless it has it.
+
+    For programs that compute themselves: some of CPU_ENVIRONMENT counts only when a process begins.
+    On the device "cuda" one GPU is left, as fairseq takes every one that it sees.
+    """
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    wanted = {"CUDA_VISIBLE_DEVICES": first if device == "cuda" else ""}
+    wanted |= CPU_ENVIRONMENT if device == "cpu" else {}
+    if os.environ | wanted != os.environ:
+        os.execve(sys.executable, sys.orig_argv, os.environ | wanted)
+
+
 def command(name):
     """Return the path of a command of this environment, such as ``fairseq-train``."""
     return Path(sys.executable).parent / name
@@ -35,6 +50,22 @@ def command(name):
 def in_words(words):
     """Return a command as a line that a shell takes."""
     return shlex.join(str(Path(word).name if n == 0 else word) for n, word in enumerate(words))
+
+
+def binarising(corpus, languages, output):
+    """Return the words of fairseq-preprocess for what prepare_corpus.py wrote.
+
+    Two languages share a dictionary.
+    """
+    end = "" if len(languages) == 2 else f".{languages[0]}"
+    sides = ["--only-source"]
+    if len(languages) == 2:
+        sides = ["--source-lang", languages[0], "--target-lang", languages[1]]
+        sides += ["--joined-dictionary"]
+    prefixes = []
+    for split in ("train", "valid", "test"):
+        prefixes += [f"--{split}pref", corpus / "pieces" / f"{split}{end}"]
+    return ["fairseq-preprocess", *sides, "--workers", "2", *prefixes, "--destdir", output]
 
 
 class Commands:
@@ -51,6 +82,8 @@ class Commands:
         self.environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
         if on_cpu:
             self.environment |= CPU_ENVIRONMENT
+        programs = Path(sys.executable).parent  # `python` and fairseq's commands by their names
+        self.environment["PATH"] = f"{programs}{os.pathsep}{os.environ['PATH']}"
         if threads:
             self.environment.setdefault("OMP_NUM_THREADS", str(threads))
         self.inherited = [lock.fileno()] if lock else []
@@ -79,6 +112,7 @@ class Commands:
                         watch(line)
             except BaseException:
                 process.terminate()
+                process.wait()  # it holds what it inherited, such as the lock of a folder
                 raise
             finally:
                 with self._guard:
@@ -87,8 +121,32 @@ class Commands:
             tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
             signalled = f"was killed by signal {-process.returncode}"
             how = signalled if process.returncode < 0 else "failed"
-            name = Path(words[0]).name
+            name = Path(words[2] if words[0] == "env" else words[0]).name  # env NAME=VALUE COMMAND
             raise Failed(f"{name} {how}; {log} ends with\n" + "\n".join(tail))
+
+    def side_by_side(self, work, items, jobs):
+        """Call ``work(*item)`` with each item, in `jobs` threads; what stops one stops all."""
+
+        def unless_stopped(*item):
+            if self.stopped:
+                return
+            try:
+                work(*item)
+            except BaseException:
+                self.stopped = True
+                raise
+
+        pool = concurrent.futures.ThreadPoolExecutor(jobs)
+        try:
+            futures = [pool.submit(unless_stopped, *item) for item in items]
+            ended = concurrent.futures.wait(futures, return_when="FIRST_EXCEPTION").done
+            for future in ended:
+                future.result()
+        except BaseException:
+            self.stop()
+            raise
+        finally:
+            pool.shutdown()
 
     def stop(self):
         """Stop what runs, and what is started later."""
@@ -98,7 +156,42 @@ class Commands:
                 process.terminate()
 
 
-class TrainingBar:
+class _Bar:
+    """A bar on a terminal; elsewhere, and where there is a title, a line for each tenth.
+
+    Call it with each line of the log of a command that runs with the bar's `options`.
+    """
+
+    options = ()
+
+    def __init__(self, title=""):
+        self.title, self.tenth = title, -1
+        self.bar, self.drawn = None, sys.stdout.isatty() and not title
+
+    def show(self, share, text):
+        """Show that a share from 0 to 1 is done, and the text."""
+        share = min(1.0, share)
+        if self.drawn and self.tenth < 0:
+            form = "{percentage:3.0f}%|{bar:40}| {desc}"
+            self.bar = self.bar or tqdm(total=100, file=sys.stdout, bar_format=form)
+            self.bar.n = round(100 * share)
+            self.bar.set_description_str(text)
+            if share == 1:
+                self.close()
+        elif int(10 * share) > self.tenth:
+            self.tenth = int(10 * share)
+            before = f"{self.title}: " if self.title else ""
+            show(f"{before}{share:4.0%}  {text}")
+
+    def close(self):
+        """Leave the bar as it is and go to a line of its own; nothing more is shown."""
+        self.tenth = 10
+        if self.bar:
+            self.bar.close()
+            self.bar = None
+
+
+class TrainingBar(_Bar):
     """Shows the progress of a training from the lines of its log; call it with each of them.
 
     A bar on a terminal; elsewhere, and where `title` says that other trainings run beside it, a
@@ -110,13 +203,11 @@ class TrainingBar:
             share of the updates (None).
     """
 
+    options = ("--log-format", "json")
+
     def __init__(self, updates, title="", share=None):
-        self.updates, self.title, self.tenth = updates, title, -1
+        super().__init__(title)
         self.share = share or (lambda done: done / updates)
-        self.bar = None
-        if sys.stdout.isatty() and not title:
-            form = "{percentage:3.0f}%|{bar:40}| {postfix}"
-            self.bar = tqdm(total=100, file=sys.stdout, bar_format=form)
 
     def __call__(self, line):
         logged = statistics(line)
@@ -124,23 +215,19 @@ class TrainingBar:
             return
         numbers = logged[1]
         done = int(numbers["num_updates"])
-        share = min(1.0, self.share(done))
         text = f"update {done:,}, loss {numbers['loss']:g}, perplexity {numbers['ppl']:g}"
-        if self.bar:
-            self.bar.set_postfix_str(text, refresh=False)
-            self.bar.update(round(100 * share) - self.bar.n)
-            if share == 1:
-                self.close()
-        elif int(10 * share) > self.tenth:
-            self.tenth = int(10 * share)
-            before = f"{self.title}: " if self.title else ""
-            show(f"{before}{share:4.0%}  {text}")
+        self.show(self.share(done), text)
 
-    def close(self):
-        """Leave the bar as it is and go to a line of its own."""
-        if self.bar:
-            self.bar.close()
-            self.bar = None
+
+class BatchBar(_Bar):
+    """The same for fairseq-generate, whose log counts its batches with ``--log-interval 1``."""
+
+    options = ("--log-format", "simple")
+
+    def __call__(self, line):
+        if counted := re.search(r": +(\d+) / (\d+) wps=", line):
+            done, count = map(int, counted.groups())
+            self.show(done / count, f"batch {done:,} of {count:,}")
 
 
 def updates_of(checkpoint):

@@ -13,7 +13,7 @@ class Folder:
         path: the folder, which need not exist yet.
         what: what runs in it, in words: "comparison", "quick start".
         made: patterns (as of ``Path.glob``) of all that such a run makes there, for a restart; the
-            lock and the settings are added.
+            settings, and what is not whole yet, are added.
         option: the command's option that names the folder, for messages.
 
     Attributes:
@@ -51,8 +51,6 @@ class Folder:
         message names the first that differs.
         """
         self.check()
-        if self.settings.exists() and not restart:
-            settings = self._merged(settings, growing)
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock = open(self.path / "lock", "a")
         try:
@@ -65,25 +63,31 @@ class Folder:
             ) from None
         if restart:
             for pattern in (*self.made, self.settings.name):
-                for path in list(self.path.glob(pattern)):
+                for path in [*self.path.glob(pattern), *self.path.glob(f"{pattern}.partial")]:
                     remove(path)
-        write_json(self.settings, settings)
+        try:
+            before = read_json(self.settings) if self.settings.exists() else {}
+            after = self._merged(before, settings, growing) if before else settings
+        except BaseException:
+            self.close()
+            raise
+        if after != before:
+            write_json(self.settings, after)
 
-    def _merged(self, settings, growing):
+    def _merged(self, before, settings, growing):
         """`settings` with the entries of `growing` that were there. Raises BadInput."""
-        before = read_json(self.settings)
         pairs = [(k, before.get(k), v) for k, v in settings.items() if k not in growing]
         for key in growing:
-            there = before.setdefault(key, {})
+            there = before.get(key, {})
             pairs += [(name, there[name], v) for name, v in settings[key].items() if name in there]
-        for key, old, new in pairs:
+        for key, old, new in map(_first_difference, pairs):
             if old != new:
                 raise BadInput(
                     f"{self.option}: {self.path} holds a {self.what} with other settings ({key}: "
                     f"{str(old)[:80]}, not {str(new)[:80]}); choose another folder, or --restart "
                     "to replace it"
                 )
-        return settings | {key: before[key] | settings[key] for key in growing}
+        return settings | {key: before.get(key, {}) | settings[key] for key in growing}
 
     def close(self):
         """Let go of the lock."""
@@ -105,6 +109,16 @@ class Folder:
         make(partial)
         partial.rename(made)
         return True
+
+
+def _first_difference(pair):
+    """The pair ``(key, old, new)``, or that of the first entry of dictionaries that differs."""
+    key, old, new = pair
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in old | new:
+            if old.get(name) != new.get(name):
+                return _first_difference((f"{key}.{name}", old.get(name), new.get(name)))
+    return pair
 
 
 def show(text=""):

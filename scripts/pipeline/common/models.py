@@ -1,0 +1,45 @@
+"""The tasks and models that fairseq builds from the words after fairseq-train."""
+
+import contextlib
+import io
+import logging
+
+# PyTorch and fairseq take seconds to import: what needs them does so where it runs.
+
+
+def parse_words(words):
+    """Return fairseq's Namespace of the words after fairseq-train.
+
+    Raises ValueError with what fairseq says of words that it does not take.
+    """
+    import talk_fairseq  # noqa: F401 (patches fairseq, and registers the archs)
+
+    # isort: split
+    from fairseq import options
+    from fairseq.models import ARCH_MODEL_REGISTRY
+
+    logging.getLogger("fairseq").setLevel(logging.WARNING)
+    arch = words[words.index("--arch") + 1]
+    if arch not in ARCH_MODEL_REGISTRY:
+        raise ValueError(f"--arch: expected one that fairseq knows, got {arch}")
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return options.parse_args_and_arch(options.get_training_parser(), words)
+    except SystemExit:
+        raise ValueError(said.getvalue().strip().rpartition("\n")[2]) from None
+
+
+def configure(words):
+    """Return ``(config, task)`` of the words after fairseq-train. Raises as `parse_words`."""
+    from fairseq import tasks
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    cfg = convert_namespace_to_omegaconf(parse_words(words))
+    return cfg, tasks.setup_task(cfg.task)
+
+
+def build_model(options, task):
+    """Return the model, on the default device, without what fairseq prints of CUDA extensions."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return task.build_model(options)

@@ -1,0 +1,195 @@
+"""What a comparison writes: the table with its notes, every number, and two figures.
+
+``results`` is what results.json holds.
+"""
+
+import statistics
+
+from pipeline.common.files import remove, write_json, write_whole
+from pipeline.common.folder import show
+from pipeline.common.tables import markdown
+from pipeline.compare.scores import SCORES
+
+TITLES = {"mt": "sacreBLEU", "lm": "perplexity", "summ": "ROUGE-L"}
+SCORE_HEADERS = {
+    "mt": ["sacreBLEU", "95% interval", "p"],
+    "lm": ["ppl/token", "ppl/word"],
+    "summ": ["ROUGE-1", "ROUGE-2", "ROUGE-L"],
+}
+
+
+def write_results(out, results):
+    """Print the table; write it with all numbers and the figures to the folder `out`."""
+    lines = "\n".join(table(results)) + "\n"
+    write_json(out / "results.json", results)
+    write_whole(out / "compare.md", lines)
+    figures = {"validation.png": validation_figure, "speed.png": speed_figure}
+    measured = any("score" in row and row["speed"] for row in results["systems"].values())
+    for name, figure in figures.items():
+        if measured:
+            from pipeline.plots.curves import save_figure
+
+            save_figure(figure(results), out / name)
+        else:
+            remove(out / name)  # of an earlier run
+    show(f"\n{lines}\nEverything is in {out}")
+
+
+# --- The table ---
+
+
+def table(results):
+    """Return the lines of the table, in Markdown, and of the notes below it."""
+    task, systems, reference = results["task"], results["systems"], results["reference"]
+    headers = ["system", "parameters", *SCORE_HEADERS[task]]
+    headers += ["training tokens/s", f"speed-up of {reference}"]
+    headers += [f"generation {unit(task)}/s", f"speed-up of {reference}", "peak MiB"]
+    base = systems.get(reference, {}).get("speed")
+    rows = []
+    for name, row in systems.items():
+        if "score" not in row or "error" in row:
+            rows.append([name, row.get("error", "not trained")])
+            continue
+        cells = [name, f"{row['parameters']:,}", *score_cells(task, row)]
+        speed = row["speed"]
+        for part, key, digits in (
+            ("training", "training_tokens_per_second", 0),
+            ("generation", "generated_sentences_per_second", 2),
+        ):
+            cells.append(f"{speed[key]:,.{digits}f}" if speed else "not measured")
+            compared = base and speed and name != reference
+            cells.append(f"{faster(base, speed, part):.2f}x" if compared else None)
+        memory = speed and speed["training"]["memory"]
+        cells.append(None if memory is None else f"{memory / 2**20:,.0f}")
+        rows.append(cells)
+    rows += [[name, None, *cells] for name, cells in baseline_rows(results)]
+    rows = [row + [None] * (len(headers) - len(row)) for row in rows]
+    return [*markdown(headers, rows).split("\n"), "", *notes(results)]
+
+
+def faster(base, other, part):
+    """Return how many times faster the first is: the median over the turns."""
+    pairs = zip(base[part]["turns"], other[part]["turns"])
+    return statistics.median(theirs / its for its, theirs in pairs)
+
+
+def unit(task):
+    """Return what a generation speed counts."""
+    return "continuations" if task == "lm" else "sentences"
+
+
+def score_cells(task, row):
+    """Return the cells of the scores of a system."""
+    seeds = [seed[SCORES[task]] for seed in row["seeds"].values()]
+    spread = f" ± {statistics.stdev(seeds):.2f}" if len(seeds) > 1 else ""
+    if task == "mt":
+        low, high = row["interval"]
+        p = None if row["p"] is None else f"{row['p']:.3f}"
+        return [f"{row['score']:.2f}{spread}", f"{low:.2f} to {high:.2f}", p]
+    if task == "lm":
+        return [f"{row['score']:,.2f}{spread}", f"{row['perplexity_per_word']:,.1f}"]
+    return [f"{row[kind]:.2f}" for kind in ("rouge_1", "rouge_2")] + [f"{row['score']:.2f}{spread}"]
+
+
+def baseline_rows(results):
+    """Yield ``(name, cells of the scores)`` of what needs no training."""
+    if "unigram" in results:
+        unigram = results["unigram"]
+        tokens, words = unigram["perplexity_per_token"], unigram["perplexity_per_word"]
+        yield "unigram", [f"{tokens:,.2f}", f"{words:,.1f}"]
+    if "lead" in results:
+        lead = results["lead"]
+        cells = [f"{lead[kind]:.2f}" for kind in ("rouge_1", "rouge_2", "rouge_l")]
+        yield f"first {lead['words']} words", cells
+
+
+def notes(results):
+    """Yield what the numbers of the table are."""
+    count = max((len(row["seeds"]) for row in results["systems"].values()), default=0)
+    test = ", ".join(f"{value:,} {name}" for name, value in results["test"].items())
+    seeds = "1 seed" if count == 1 else f"{count} seeds (means ± standard deviations)"
+    yield f"{results['updates']:,} updates, {seeds}; test set: {test}; {results['machine']}."
+    if results["task"] == "mt":
+        yield f"sacreBLEU {results['signature']}"
+        if results.get("baseline"):
+            several = ", the largest of the seeds'; intervals are their means"
+            yield (
+                f"p: paired bootstrap against {results['baseline']}{several if count != 1 else ''}."
+            )
+    elif results["task"] == "summ":
+        yield f"{results['signature']}."
+    else:
+        yield "Tokens are pieces and ends of lines; words are separated by spaces; ends are words."
+        yield "Continuations: of 64 tokens, of which the test set gives 16; beam 5."
+    rates = {name: row["rates"] for name, row in results["systems"].items() if row.get("rates")}
+    if rates:
+        tried = list(next(iter(rates.values()))["validation"])
+        chosen = ", ".join(f"{name} {row['chosen']}" for name, row in rates.items())
+        if len(tried) == 1:
+            yield f"Peak learning rate: {tried[0]}."
+        else:
+            yield f"Peak learning rates, of {', '.join(tried)} the best in validation: {chosen}."
+        for name, row in rates.items():
+            diverged = [rate for rate, loss in row["validation"].items() if loss is None]
+            if diverged:
+                yield f"{name} diverged at {', '.join(diverged)}."
+    for name, row in results["systems"].items():
+        for seed in row.get("diverged", []):
+            yield f"{name} diverged with seed {seed}, which does not count."
+    yield "Speeds: medians of turns in one process; peak memory: of a training step."
+    if results["preset"] == "cpu":
+        yield "Float32; matrix products in bfloat16 where the processor has it."
+    else:
+        yield "Float16."
+
+
+# --- The figures ---
+
+
+def validation_figure(results):
+    """Return a Figure of the validation over updates and over time, a line for each seed."""
+    from pipeline.plots.curves import curves_figure
+
+    runs = {}
+    for name, row in results["systems"].items():
+        if "score" in row and row["speed"]:
+            pace = row["speed"]["seconds_per_update"]
+            runs[name] = [
+                {"train": [], "valid": [{**e, "seconds": e["updates"] * pace} for e in validation]}
+                for validation in (seed["validation"] for seed in row["seeds"].values())
+            ]
+    figure = curves_figure(runs, ["loss", "ppl"])
+    for axis in figure.axes:
+        axis.set_ylabel(axis.get_ylabel() and f"validation {axis.get_ylabel()}")
+        if axis.get_xlabel().startswith("wall-clock"):
+            unit = axis.get_xlabel().rpartition(" ")[2]
+            axis.set_xlabel(f"{unit}: updates x measured seconds an update")
+    return figure
+
+
+def speed_figure(results):
+    """Return a Figure of the score of each system over its speed in training and generation."""
+    from matplotlib.figure import Figure
+
+    from pipeline.plots.curves import MARKERS, colours
+
+    task, systems = results["task"], results["systems"]
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for number, ((name, row), colour) in enumerate(zip(systems.items(), colours(len(systems)))):
+        if "score" not in row or not row["speed"]:
+            continue
+        for axis, speed in zip(axes, ("training_tokens", "generated_sentences")):
+            axis.plot(
+                row["speed"][f"{speed}_per_second"], row["score"], linestyle="none", label=name,
+                color=colour, marker=MARKERS[number % len(MARKERS)], markersize=10,
+            )  # fmt: skip
+    lower = " (lower is better)" if task == "lm" else ""
+    axes[0].set(xlabel="training tokens per second", ylabel=TITLES[task] + lower)
+    axes[1].set(xlabel=f"generated {unit(task)} per second")
+    for axis in axes:
+        axis.margins(0.15)
+        axis.grid(alpha=0.3)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    return figure

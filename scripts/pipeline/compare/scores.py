@@ -1,0 +1,123 @@
+"""Scores of the test set, by the tools of each task, and of baselines that need no training.
+
+``results`` is what results.json holds. Each function writes into it, for each seed of a system and
+for the system, from the runs in the folders ``folder_of(system, seed)``.
+"""
+
+import statistics
+
+from pipeline.common.files import read_lines
+from pipeline.common.generated import read_hypotheses
+
+SCORES = {"mt": "bleu", "lm": "perplexity_per_token", "summ": "rouge_l"}  # that a system's is
+LEADS = (*range(3, 31), 40, 50, 75, 100)  # words that a lead baseline may have
+
+
+def score(results, corpus, languages, folder_of):
+    """Score all runs, and give each system the mean over its seeds as its "score".
+
+    Args:
+        results: see above; "systems" has a row for each, with the runs in "seeds".
+        corpus: the folder of the prepared text.
+        languages: how its files end, the target last.
+        folder_of: see above.
+
+    Raises ValueError if a run did not score the whole test set.
+    """
+    task = {"mt": score_translations, "lm": score_models, "summ": score_summaries}[results["task"]]
+    task(results, corpus, languages, folder_of)
+    for row in results["systems"].values():
+        scores = [seed[SCORES[results["task"]]] for seed in row["seeds"].values()]
+        if scores:
+            row["score"] = statistics.mean(scores)
+
+
+def score_translations(results, corpus, languages, folder_of):
+    """Score by sacreBLEU, with interval and p of the paired bootstrap of each seed."""
+    from sacrebleu.metrics import BLEU
+    from sacrebleu.significance import PairedTest
+
+    references = read_lines(corpus / f"test.{languages[1]}")
+    results["test"] = {"sentences": len(references)}
+    systems, reference = results["systems"], results["reference"]
+    for seed in sorted({seed for row in systems.values() for seed in row["seeds"]}, key=int):
+        names = [name for name, row in systems.items() if seed in row["seeds"]]
+        names.sort(key=lambda name: name != reference)  # which the test takes first
+        named = [
+            (name, read_hypotheses(folder_of(name, seed) / "generated", len(references)))
+            for name in names
+        ]
+        bleu = BLEU(references=[references])
+        signatures, scores = PairedTest(named, {"BLEU": bleu}, None, test_type="bs")()
+        results["signature"] = str(signatures["BLEU"])
+        tested = names[0] == reference
+        if tested:
+            results["baseline"] = reference
+        for name, result in zip(scores["System"], scores["BLEU"]):
+            systems[name]["seeds"][seed].update(
+                bleu=result.score,
+                interval=[result.mean - result.ci, result.mean + result.ci],
+                p=result.p_value if tested else None,
+            )
+    for row in systems.values():
+        seeds = list(row["seeds"].values())
+        if seeds:
+            row["interval"] = [statistics.mean(s["interval"][i] for s in seeds) for i in (0, 1)]
+            tested = [s["p"] for s in seeds if s["p"] is not None]
+            row["p"] = max(tested, default=None)
+
+
+def score_models(results, corpus, languages, folder_of):
+    """Score by the perplexity per token and per word, also of the unigram."""
+    from pipeline.common import perplexity
+
+    train, test = (
+        perplexity.read_tokens(corpus / "pieces" / f"{split}.{languages[0]}")
+        for split in ("train", "test")
+    )
+    sentences = test.count(perplexity.END)
+    words = len((corpus / f"test.{languages[0]}").read_text(encoding="utf-8").split())
+    results["test"] = {"sentences": sentences, "words": words, "tokens": len(test)}
+
+    def perplexities(loss):
+        by_word = 2 ** (loss * len(test) / (words + sentences))
+        return {"perplexity_per_token": 2**loss, "perplexity_per_word": by_word}
+
+    for name, row in results["systems"].items():
+        for seed, scores in row["seeds"].items():
+            checkpoint = folder_of(name, seed) / "averaged.pt"
+            scores.update(perplexities(perplexity.read_model(checkpoint, len(test))[1]))
+        if row["seeds"]:
+            row["perplexity_per_word"] = statistics.mean(
+                scores["perplexity_per_word"] for scores in row["seeds"].values()
+            )
+    results["unigram"] = perplexities(perplexity.unigram_loss(train, test))
+
+
+def score_summaries(results, corpus, languages, folder_of):
+    """Score by ROUGE, also of the first words of the sources."""
+    from talk_fairseq.rouge import KINDS, rouge, version
+
+    text = {
+        (split, side): read_lines(corpus / f"{split}.{side}")
+        for split in ("valid", "test")
+        for side in languages
+    }
+    source, target = languages
+    references = text["test", target]
+    results["test"] = {"summaries": len(references)}
+    results["signature"] = f"rouge-score {version()}, F-measure, stemming"
+    for name, row in results["systems"].items():
+        for seed, scores in row["seeds"].items():
+            folder = folder_of(name, seed) / "generated"
+            scores.update(rouge(read_hypotheses(folder, len(references)), references))
+        if row["seeds"]:
+            for kind in KINDS:
+                row[kind] = statistics.mean(scores[kind] for scores in row["seeds"].values())
+
+    def lead(split, words):
+        return [" ".join(line.split()[:words]) for line in text[split, source]]
+
+    validation = {n: rouge(lead("valid", n), text["valid", target])["rouge_l"] for n in LEADS}
+    best = max(validation, key=validation.get)
+    results["lead"] = {"words": best, **rouge(lead("test", best), references)}

@@ -1,0 +1,132 @@
+"""Speed and memory of trained models, measured in turn in one process."""
+
+import statistics
+from functools import partial
+
+from pipeline.common.folder import show
+from pipeline.common.models import build_model, configure
+from pipeline.compare.flags import generated_tokens, search
+
+
+def measure_speeds(args, words, checkpoints):
+    """Return ``{system: {"training_tokens_per_second": …, …}}`` of trained models.
+
+    Args:
+        args: of the command.
+        words: ``{system: the words after fairseq-train}``.
+        checkpoints: ``{system: its averaged checkpoint}``.
+    """
+    from pipeline.benchmarks.decoding import PeakMemory
+    from pipeline.benchmarks.training import training_speeds
+
+    steps = {name: build_measured(args, words[name], checkpoints[name]) for name in words}
+    _, task = configure(next(iter(words.values())))
+    work = {"training": training_batches(args, task), "generation": test_batches(args, task)}
+    rows = {name: {} for name in words}
+    for what, batches in work.items():
+        for name, row in rows.items():
+            show(f"{what}: {name}, warming up")
+            for batch in batches:  # all, so that what is allocated once is there
+                steps[name][what](batch)
+            with PeakMemory(args.device) as peak:
+                tokens = sum(steps[name][what](batch) for batch in batches)
+            row[what] = {"tokens": tokens, "memory": peak.bytes}
+
+        def report(so_far, what=what):
+            show(f"{what}: turn {len(next(iter(so_far.values())))} of {args.turns}")
+
+        # Batch by batch in turn, as other work on the machine comes and goes within seconds.
+        timed = {
+            (name, i): partial(steps[name][what], batch)
+            for i, batch in enumerate(batches)
+            for name in words
+        }
+        speeds = training_speeds(timed, args.turns, report=report)
+        for name, row in rows.items():
+            turns = [sum(turn) for turn in zip(*(speeds[name, i] for i in range(len(batches))))]
+            row[what] |= {"turns": turns, "seconds": statistics.median(turns)}
+    sentences = sum(batch["id"].numel() for batch in work["generation"])
+    for row in rows.values():
+        training, generation = row["training"], row["generation"]
+        row["seconds_per_update"] = training["seconds"] / len(work["training"])
+        row["training_tokens_per_second"] = training["tokens"] / training["seconds"]
+        row["generated_sentences_per_second"] = sentences / generation["seconds"]
+        row["generated_tokens_per_second"] = generation["tokens"] / generation["seconds"]
+    return rows
+
+
+def build_measured(args, words, checkpoint):
+    """Return the steps of a trained model, which have a copy of it each.
+
+    They are ``{"training": step(batch), "generation": step(batch)}`` and return the tokens of the
+    batch's target, or of the best hypotheses.
+    """
+    from fairseq import utils
+    from fairseq.dataclass.configs import GenerationConfig
+    from fairseq.trainer import Trainer
+    from omegaconf import OmegaConf
+
+    from talk_fairseq.checkpoint_files import read_checkpoint
+
+    cfg, task = configure(words)
+    trained = read_checkpoint(checkpoint)["model"]
+    model, copy = (build_model(cfg.model, task) for _ in range(2))
+    for each in (model, copy):
+        each.load_state_dict(trained, model_cfg=cfg.model)
+    trainer = Trainer(cfg, task, model, task.build_criterion(cfg.criterion))
+    generation = GenerationConfig(**search(args))
+    if args.task == "lm":
+        # Continuations of a forced length, as an end is seldom learnt.
+        generation = GenerationConfig(beam=5, min_len=64, max_len_b=64)
+    copy.eval().prepare_for_inference_(
+        OmegaConf.create({"generation": OmegaConf.structured(generation)})
+    )
+    if args.device == "cuda":
+        copy.half().cuda()
+    generator = task.build_generator([copy], generation)
+
+    def train(batch):
+        trainer.train_step([batch], raise_oom=True)
+        return batch["ntokens"]
+
+    def generate(batch):
+        if args.device == "cuda":
+            batch = utils.move_to_cuda(batch)
+        hypotheses = task.inference_step(generator, [copy], batch)
+        return sum(len(beam[0]["tokens"]) for beam in hypotheses)
+
+    return {"training": train, "generation": generate}
+
+
+def training_batches(args, task):
+    """Return the first batches of training, the same for every system."""
+    task.load_dataset("train")
+    batches = task.get_batch_iterator(
+        task.dataset("train"),
+        max_tokens=args.schedule.max_tokens,
+        # As fairseq-train, which leaves out what fills more than a batch.
+        max_positions=None if args.task == "lm" else (args.schedule.max_tokens,) * 2,
+        ignore_invalid_inputs=True,
+        seed=1,
+    ).next_epoch_itr(shuffle=True)
+    return [batch for batch, _ in zip(batches, range(args.schedule.batches))]
+
+
+def test_batches(args, task):
+    """Return batches of the test set, spread over the lengths; of a language model, beginnings."""
+    task.load_dataset("test")
+    batches = list(
+        task.get_batch_iterator(
+            task.dataset("test"), max_tokens=generated_tokens(args)
+        ).next_epoch_itr(shuffle=False)
+    )
+    count = min(args.schedule.generated, len(batches))
+    chosen = [batches[len(batches) * (2 * i + 1) // (2 * count)] for i in range(count)]
+    if args.task == "lm":
+        for batch in chosen:
+            tokens = batch["net_input"]["src_tokens"][:, :16]
+            words = task.target_dictionary
+            tokens = tokens.masked_fill(tokens.eq(words.eos()), words.unk())  # none ends here
+            lengths = tokens.new_full((len(tokens),), tokens.shape[1])
+            batch["net_input"] = {"src_tokens": tokens, "src_lengths": lengths}
+    return chosen

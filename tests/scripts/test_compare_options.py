@@ -1,0 +1,137 @@
+"""scripts/compare.sh: the options and systems that it takes, and the models' sizes."""
+
+import os
+import shutil
+
+import pytest
+from comparisons import dictionaries, refusal
+
+pytest.importorskip("fairseq")
+
+from pipeline.common import fairseq, systems
+from pipeline.common.fairseq import CPU_ENVIRONMENT
+from pipeline.common.models import parse_words
+from pipeline.common.systems import words
+from pipeline.compare import sizes, sweep
+from pipeline.compare.flags import training_words
+
+# --- Sizes ---
+
+
+@pytest.mark.parametrize("preset", ["cpu", "gpu"])
+@pytest.mark.parametrize("task", ["mt", "lm", "summ"])
+def test_parameters_are_within_five_percent(tmp_path, preset, task):
+    if (preset, task) == ("gpu", "summ"):
+        pytest.skip("the models of mt, with fewer positions: as on the CPU")
+    args = sweep.parse(["--preset", preset, "--task", task, "--data", str(tmp_path)])
+    data = dictionaries(tmp_path / "bin", args.languages, 3992)
+    target = sizes.reference_size(args, data)
+    counts = {name: sizes.fit(args, data, name, target)[1] for name in args.systems}
+    assert max(counts.values()) <= 1.02 * min(counts.values())  # 1.05 is asked for
+    assert counts[args.reference] == target
+    assert {"talkconv", "transformer", "lightconv", "dynamicconv"} <= counts.keys()
+
+
+def test_sizes_that_differ_are_an_error():
+    sizes.check_sizes({"a": 100, "b": 105})
+    with pytest.raises(ValueError, match=r"within 5%, got a 100, b 106"):
+        sizes.check_sizes({"a": 100, "b": 106})
+
+
+# --- What is refused ---
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["--systems", "talkconv,rnn"], "--systems: expected some of talkconv,"),
+        (["--task", "lm", "--systems", "convs2s"], "--systems: expected some of"),
+        (["--seeds", "0"], "--seeds: expected at least 1, got 0"),
+        (["--updates", "-1"], "--updates: expected at least 1"),
+        (["--turns", "0"], "--turns: expected at least 1"),
+        (["--jobs", "0"], "--jobs: expected at least 1"),
+        (["--lr", "1e-3,much"], "--lr: expected positive numbers, got '1e-3,much'"),
+        (["--lr", "0"], "--lr: expected positive numbers"),
+        (["--lr", "nan"], "--lr: expected positive numbers"),
+        (["--task", "summ"], "--data: expected a folder"),
+        (["--task", "summ", "--data", "nowhere", "--systems", "convs2s"], "--systems: expected"),
+        (["--target-lang", "fr"], "train.fr: no such file"),
+        (["--data", "nowhere"], "train.es: no such file"),
+        (["--task", "lm", "--source-lang", "es"], "--source-lang: expected none"),
+    ],
+)
+def test_options_that_cannot_be_used(tmp_path, capsys, arguments, expected):
+    assert expected in refusal(capsys, "--out", tmp_path / "run", *arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_gpu_that_is_not_there(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    out = tmp_path / "run"
+    assert "without a GPU" in refusal(capsys, "--preset", "gpu", "--out", out)
+    assert not out.exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path, capsys):
+    (tmp_path / "thesis").write_text("mine")
+    assert "not of a comparison" in refusal(capsys, "--out", tmp_path, "--restart")
+    assert "expected a folder" in refusal(capsys, "--out", tmp_path / "thesis")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis"]
+
+
+# --- One's own systems ---
+
+
+MINE = """
+  mine:
+    <<: *talk
+    arch: talkconv
+    encoder-max-left: 7,7,7
+    decoder-max-left: 7,7,7
+    warmup-updates: 3
+"""
+
+
+def test_systems_of_ones_own(tmp_path, monkeypatch):
+    folder = shutil.copytree(systems.FOLDER, tmp_path / "verses")
+    with open(folder / "cpu_seq2seq.yaml", "a") as file:
+        file.write(MINE)
+    monkeypatch.setattr(systems, "FOLDER", folder)
+    args = sweep.parse(["--systems", "mine,talkconv"])
+    assert list(args.systems) == ["mine", "talkconv"]
+    assert "mine" in sweep.parse([]).systems
+    data = dictionaries(tmp_path / "bin", args.languages, 3992)
+    fitted, parameters = sizes.fit(args, data, "mine", sizes.reference_size(args, data))
+    assert fitted["encoder-ffn-embed-dim"] == "512" and parameters > 1_000_000
+    # A system's flags replace what all share.
+    mine = parse_words(training_words(args, data, fitted, "2e-3"))
+    other = parse_words(training_words(args, data, args.reference_flags, "2e-3"))
+    assert (mine.warmup_updates, other.warmup_updates) == (3, 400)
+    assert mine.encoder_max_left == "7,7,7" and mine.lr == other.lr == [2e-3]
+
+
+def test_flags_in_words():
+    flags = {"cpu": True, "fp16": False, "dropout": 0, "user-dir": None, "lr": "1e-3"}
+    assert words(flags) == ["--cpu", "--dropout", "0", "--lr", "1e-3"]
+
+
+# --- The command's own process ---
+
+
+def test_a_process_begins_anew_where_its_environment_does_not_suit(monkeypatch):
+    """Threads and memory of a process are as its environment was when it began."""
+    begun = []
+    monkeypatch.setattr(fairseq.os, "execve", lambda *command: begun.append(command))
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    fairseq.set_environment("cpu")
+    [(program, command, environment)] = begun
+    assert environment["CUDA_VISIBLE_DEVICES"] == "" and CPU_ENVIRONMENT.items() <= (
+        environment.items()
+    )
+    fairseq.set_environment("cuda")
+    assert begun[1][2] == {**os.environ, "CUDA_VISIBLE_DEVICES": "2"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    fairseq.set_environment("cpu")
+    assert len(begun) == 2

@@ -1,0 +1,61 @@
+"""The table of scripts/compare.sh, its notes and its figures, from made-up results."""
+
+import pytest
+from comparisons import cells, synthetic
+
+pytest.importorskip("fairseq")
+
+from pipeline.compare.report import speed_figure, table, validation_figure
+
+
+def test_the_table():
+    results = synthetic()
+    assert cells(results, "talkconv") == [
+        "talkconv", "4,600,000", "20.50 ± 0.00", "19.00 to 21.00", "", "1,600", "", "20.00",
+        "", "1",
+    ]  # fmt: skip
+    # TaLK is faster by the median of the turns' ratios: 2 and 2.
+    assert cells(results, "transformer")[4:] == ["0.040", "800", "2.00x", "10.00", "2.00x", "1"]
+    assert cells(results, "broken")[1].startswith("ImportError")
+    widths = {len(line) for line in table(results) if line.startswith("|")}
+    assert len(widths) == 1
+    notes = "\n".join(table(results))
+    assert "2 seeds" in notes and "the largest of the seeds'" in notes and "1,053 sent" in notes
+
+
+def test_the_tables_of_the_other_tasks():
+    models = synthetic("lm", seeds=1)
+    models["unigram"] = {"perplexity_per_token": 459.06, "perplexity_per_word": 2992.7}
+    assert cells(models, "talkconv")[2:4] == ["20.50", "80.0"]
+    assert cells(models, "unigram")[2:4] == ["459.06", "2,992.7"]
+    summaries = synthetic("summ", seeds=1)
+    summaries["lead"] = {"words": 8, "rouge_1": 20.0, "rouge_2": 5.0, "rouge_l": 18.0}
+    assert cells(summaries, "talkconv")[2:5] == ["31.00", "11.00", "20.50"]
+    assert cells(summaries, "first 8 words")[2:5] == ["20.00", "5.00", "18.00"]
+
+
+def test_validation_curves_over_updates_and_measured_time():
+    figure = validation_figure(synthetic(seeds=1))
+    over_updates, over_time = figure.axes[:2]
+    assert over_time.get_ylabel() == "" and over_updates.get_ylabel() == "validation loss"
+    drawn = [line.get_xydata().tolist() for line in over_updates.get_lines()]
+    assert drawn == [[[100, 8], [200, 7]], [[100, 9], [200, 8]]]
+    # 0.5 and 1 second an update, in minutes from two of them up.
+    assert [list(line.get_xdata()) for line in over_time.get_lines()] == [
+        pytest.approx([50 / 60, 100 / 60]), pytest.approx([100 / 60, 200 / 60])
+    ]  # fmt: skip
+    assert figure.axes[-1].get_xlabel() == "minutes: updates x measured seconds an update"
+
+
+def test_the_score_over_speed():
+    figure = speed_figure(synthetic())
+    training, generation = figure.axes
+    assert [line.get_xydata().tolist() for line in training.get_lines()] == [
+        [[1600, 20.5]], [[800, 21.5]]
+    ]  # fmt: skip
+    assert [line.get_xydata().tolist() for line in generation.get_lines()] == [
+        [[20, 20.5]], [[10, 21.5]]
+    ]  # fmt: skip
+    assert training.get_ylabel() == "sacreBLEU"
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["talkconv", "transformer"]
