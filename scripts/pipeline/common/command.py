@@ -30,9 +30,28 @@ def run(name, body):
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """Stops as `run` does: with one line and status 2."""
+
+    def parse_args(self, args=None, namespace=None):
+        args, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"{unknown[0]}: no such option")
+        return args
+
+    def error(self, message):
+        message = message.removeprefix("argument ")
+        message = message.replace("expected one argument", "expected a value")
+        name = self.prog.removeprefix("scripts/")
+        self.exit(2, f"{name}: {message} (see --help)\n")
+
+
 def parser(name, description, epilog=None):
-    """Return an argument parser for ``scripts/NAME`` that keeps the lines of its texts."""
-    return argparse.ArgumentParser(
+    """Return an argument parser for ``scripts/NAME`` that keeps the lines of its texts.
+
+    Arguments that it does not know end the command with one line and status 2.
+    """
+    return _Parser(
         prog=f"scripts/{name}",
         description=description,
         epilog=epilog,

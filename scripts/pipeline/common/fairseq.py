@@ -1,6 +1,7 @@
 """Running fairseq's commands: their environment, their logs, their checkpoints."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -37,6 +38,22 @@ def in_words(words):
     return shlex.join(str(Path(word).name if n == 0 else word) for n, word in enumerate(words))
 
 
+def binarising(corpus, languages, output):
+    """Return the words of fairseq-preprocess for what prepare_corpus.py wrote.
+
+    Two languages share a dictionary.
+    """
+    end = "" if len(languages) == 2 else f".{languages[0]}"
+    sides = ["--only-source"]
+    if len(languages) == 2:
+        sides = ["--source-lang", languages[0], "--target-lang", languages[1]]
+        sides += ["--joined-dictionary"]
+    prefixes = []
+    for split in ("train", "valid", "test"):
+        prefixes += [f"--{split}pref", corpus / "pieces" / f"{split}{end}"]
+    return ["fairseq-preprocess", *sides, "--workers", "2", *prefixes, "--destdir", output]
+
+
 class Commands:
     """Runs commands of this environment, several at a time, and stops them together.
 
@@ -51,6 +68,8 @@ class Commands:
         self.environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
         if on_cpu:
             self.environment |= CPU_ENVIRONMENT
+        programs = Path(sys.executable).parent  # `python` and fairseq's commands by their names
+        self.environment["PATH"] = f"{programs}{os.pathsep}{os.environ['PATH']}"
         if threads:
             self.environment.setdefault("OMP_NUM_THREADS", str(threads))
         self.inherited = [lock.fileno()] if lock else []
@@ -79,6 +98,7 @@ class Commands:
                         watch(line)
             except BaseException:
                 process.terminate()
+                process.wait()  # it holds what it inherited, such as the lock of a folder
                 raise
             finally:
                 with self._guard:
@@ -98,34 +118,23 @@ class Commands:
                 process.terminate()
 
 
-class TrainingBar:
-    """Shows the progress of a training from the lines of its log; call it with each of them.
+class _Bar:
+    """A bar on a terminal; elsewhere, and where there is a title, a line for each tenth.
 
-    A bar on a terminal; elsewhere, and where `title` says that other trainings run beside it, a
-    line for each tenth.
-
-    Args:
-        updates: that the training makes.
-        share: ``share(updates so far)``, how much is done, from 0 to 1, where that is not the
-            share of the updates (None).
+    Call it with each line of the log of a command that runs with the bar's `options`.
     """
 
-    def __init__(self, updates, title="", share=None):
-        self.updates, self.title, self.tenth = updates, title, -1
-        self.share = share or (lambda done: done / updates)
-        self.bar = None
+    options = ()
+
+    def __init__(self, title=""):
+        self.title, self.tenth, self.bar = title, -1, None
         if sys.stdout.isatty() and not title:
             form = "{percentage:3.0f}%|{bar:40}| {postfix}"
             self.bar = tqdm(total=100, file=sys.stdout, bar_format=form)
 
-    def __call__(self, line):
-        logged = statistics(line)
-        if not logged or logged[0] != "train_inner":
-            return
-        numbers = logged[1]
-        done = int(numbers["num_updates"])
-        share = min(1.0, self.share(done))
-        text = f"update {done:,}, loss {numbers['loss']:g}, perplexity {numbers['ppl']:g}"
+    def show(self, share, text):
+        """Show that a share from 0 to 1 is done, and the text."""
+        share = min(1.0, share)
         if self.bar:
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(round(100 * share) - self.bar.n)
@@ -137,10 +146,50 @@ class TrainingBar:
             show(f"{before}{share:4.0%}  {text}")
 
     def close(self):
-        """Leave the bar as it is and go to a line of its own."""
+        """Leave the bar as it is and go to a line of its own; nothing more is shown."""
+        self.tenth = 10
         if self.bar:
             self.bar.close()
             self.bar = None
+
+
+class TrainingBar(_Bar):
+    """Shows the progress of a training from the lines of its log; call it with each of them.
+
+    A bar on a terminal; elsewhere, and where `title` says that other trainings run beside it, a
+    line for each tenth.
+
+    Args:
+        updates: that the training makes.
+        share: ``share(updates so far)``, how much is done, from 0 to 1, where that is not the
+            share of the updates (None).
+    """
+
+    options = ("--log-format", "json")
+
+    def __init__(self, updates, title="", share=None):
+        super().__init__(title)
+        self.share = share or (lambda done: done / updates)
+
+    def __call__(self, line):
+        logged = statistics(line)
+        if not logged or logged[0] != "train_inner":
+            return
+        numbers = logged[1]
+        done = int(numbers["num_updates"])
+        text = f"update {done:,}, loss {numbers['loss']:g}, perplexity {numbers['ppl']:g}"
+        self.show(self.share(done), text)
+
+
+class BatchBar(_Bar):
+    """The same for fairseq-generate, whose log counts its batches with ``--log-interval 1``."""
+
+    options = ("--log-format", "simple")
+
+    def __call__(self, line):
+        if counted := re.search(r": +(\d+) / (\d+) wps=", line):
+            done, count = map(int, counted.groups())
+            self.show(done / count, f"batch {done:,} of {count:,}")
 
 
 def updates_of(checkpoint):

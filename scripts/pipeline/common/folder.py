@@ -51,8 +51,6 @@ class Folder:
         message names the first that differs.
         """
         self.check()
-        if self.settings.exists() and not restart:
-            settings = self._merged(settings, growing)
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock = open(self.path / "lock", "a")
         try:
@@ -67,14 +65,20 @@ class Folder:
             for pattern in (*self.made, self.settings.name):
                 for path in list(self.path.glob(pattern)):
                     remove(path)
-        write_json(self.settings, settings)
+        try:
+            before = read_json(self.settings) if self.settings.exists() else {}
+            after = self._merged(before, settings, growing) if before else settings
+        except BaseException:
+            self.close()
+            raise
+        if after != before:
+            write_json(self.settings, after)
 
-    def _merged(self, settings, growing):
+    def _merged(self, before, settings, growing):
         """`settings` with the entries of `growing` that were there. Raises BadInput."""
-        before = read_json(self.settings)
         pairs = [(k, before.get(k), v) for k, v in settings.items() if k not in growing]
         for key in growing:
-            there = before.setdefault(key, {})
+            there = before.get(key, {})
             pairs += [(name, there[name], v) for name, v in settings[key].items() if name in there]
         for key, old, new in pairs:
             if old != new:
@@ -83,7 +87,7 @@ class Folder:
                     f"{str(old)[:80]}, not {str(new)[:80]}); choose another folder, or --restart "
                     "to replace it"
                 )
-        return settings | {key: before[key] | settings[key] for key in growing}
+        return settings | {key: before.get(key, {}) | settings[key] for key in growing}
 
     def close(self):
         """Let go of the lock."""
