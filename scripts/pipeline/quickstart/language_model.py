@@ -3,6 +3,7 @@
 from pipeline.common.command import BadInput, run
 from pipeline.common.files import read_lines, remove, write_lines
 from pipeline.common.folder import show
+from pipeline.common.systems import words
 from pipeline.quickstart.clock import Training, kept
 from pipeline.quickstart.session import Session, announce, given, options
 
@@ -39,9 +40,9 @@ def learn(args):
         session.commands.run(["python", "-c", COMPILE, device], session.log)
     session.prepare()
     each = kept(out / "training/seconds", session.seconds_left() // len(models))
-    for name, words in trainings.items():
+    for name, command in trainings.items():
         folder, model = out / "training" / name, out / f"{name}.pt"
-        Training(session, f"training {name}", folder, words, keep=1).run(each)
+        Training(session, f"training {name}", folder, command, keep=1).run(each)
         if not model.exists():
             session.run(["mv", folder / "falling/checkpoint_last.pt", model])
     for name in models:
@@ -62,14 +63,10 @@ def evaluate(session, name):
     """Score a model on the test set, which nothing has learnt from."""
     training = session.settings["training"]
     # In blocks as in training: by default fairseq would cut others, of 1,024 tokens.
-    blocks = [
-        word
-        for flag in ("sample-break-mode", "tokens-per-sample")
-        for word in (f"--{flag}", training[flag])
-    ]
+    flags = {flag: training[flag] for flag in ("sample-break-mode", "tokens-per-sample")}
     session.keep(f"evaluating {name} on the test set", session.out / f"{name}.txt", [
         "fairseq-eval-lm", session.binarised, "--user-dir", "talk_fairseq",
-        "--path", session.out / f"{name}.pt", "--gen-subset", "test", *blocks,
+        "--path", session.out / f"{name}.pt", "--gen-subset", "test", *words(flags),
         "--max-tokens", 4096, *session.on_device,
     ])  # fmt: skip
 

@@ -51,7 +51,7 @@ def compare(corpus, language, checkpoints):
 def table(results):
     """Return the table as text."""
     tokens = f"{results['test']['tokens']:,}"
-    rows = []
+    rows = [HEADER]
     for model in results["models"]:
         counts = (model.get(name) for name in ("parameters", "updates", "seconds"))
         rows.append(
@@ -64,7 +64,7 @@ def table(results):
             )
         )
     alignment = ["left"] + ["right"] * (len(HEADER) - 1)
-    return tabulate(rows, HEADER, tablefmt="plain", disable_numparse=True, colalign=alignment)
+    return tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=alignment)
 
 
 def main(arguments=None):

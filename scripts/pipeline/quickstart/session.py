@@ -36,20 +36,24 @@ def options(name, description, out, each="", data="{train,valid,test}.{SOURCE,TA
     """
     parse = parser(name, description)
     parse.usage = "%(prog)s [options]"
-    add = parse.add_argument
-    add("--minutes", metavar="N", type=_minutes, default=9.0,
-        help="time for all of it after set-up (default: 9)")  # fmt: skip
-    add("--updates", metavar="N", type=_updates,
-        help=f"train {each}for N updates, however long they take, instead of by the clock")  # fmt: skip
-    add("--cpu", action="store_true", help="do not use a GPU")
-    add("--out", metavar="DIR", type=_from_here, default=Path(out),
-        help=f"folder for everything it makes (default: {out}, in the project's root)")  # fmt: skip
-    add("--restart", action="store_true",
+    for flag, metavar, kind, default, text in (
+        ("--minutes", "N", _minutes, 9.0, "time for all of it after set-up (default: 9)"),
+        ("--updates", "N", _updates, None,
+         f"train {each}for N updates, however long they take, instead of by the clock"),
+        ("--out", "DIR", _from_here, Path(out),
+         f"folder for everything it makes (default: {out}, in the project's root)"),
+        ("--data", "DIR", _from_here, Path("data/bible-es-en"),
+         f"another corpus: {data}, one sentence a line, also with .gz (default: "
+         "data/bible-es-en)"),
+    ):  # fmt: skip
+        parse.add_argument(flag, metavar=metavar, type=kind, default=default, help=text)
+    parse.add_argument("--cpu", action="store_true", help="do not use a GPU")
+    parse.add_argument(
+        "--restart",
+        action="store_true",
         help="throw away what an earlier run left in that folder, and start over (without it, a "
-        "run that was stopped, also by Ctrl-C, continues)")  # fmt: skip
-    add("--data", metavar="DIR", type=_from_here, default=Path("data/bible-es-en"),
-        help=f"another corpus: {data}, one sentence a line, also with .gz (default: "
-        "data/bible-es-en)")  # fmt: skip
+        "run that was stopped, also by Ctrl-C, continues)",
+    )
     return parse
 
 
@@ -132,14 +136,12 @@ class Session:
         elapsed = time.monotonic() - self.started
         return int(60 * self.args.minutes - elapsed) - KEPT_BACK
 
-    def training(self, *flags):
-        """Return the words of fairseq-train with the settings of all models, and `flags`."""
-        precise = [] if self.on_gpu else ["env", "TALK_MATMUL_PRECISION=medium"]
-        merged = {**self.settings["training"], **self.settings["commands"]}
-        for more in flags:
-            merged |= more
-        return [*precise, "fairseq-train", self.binarised, "--user-dir", "talk_fairseq",
-                *systems.words(merged)]  # fmt: skip
+    def training(self, model=()):
+        """Return the words of fairseq-train with the settings of all models and those of one."""
+        precision = [] if self.on_gpu else ["env", "TALK_MATMUL_PRECISION=medium"]
+        flags = {**self.settings["training"], **self.settings["commands"], **dict(model)}
+        plugin = ["--user-dir", "talk_fairseq"]
+        return [*precision, "fairseq-train", self.binarised, *plugin, *systems.words(flags)]
 
     # Commands
 
@@ -151,12 +153,13 @@ class Session:
         if line not in noted:
             write_lines(self.listed, [*noted, line])
 
-    def run(self, words, bar=None):
-        """Show and run a command, with a bar; what it prints goes to the log."""
-        self.show(words)
-        self._run(words, bar)
+    def run(self, words, bar=None, made=None, partial=None):
+        """Show and run a command, with a bar; what it prints goes to the log.
 
-    def _run(self, words, bar=None):
+        Where `words` have the path `made`, the command is given `partial` for it.
+        """
+        self.show(words)
+        words = [partial if made and word == made else word for word in words]
         try:
             self.commands.run([*words, *(bar.options if bar else ())], self.log, bar)
         finally:
@@ -166,15 +169,9 @@ class Session:
     def once(self, title, made, words, bar=None):
         """Announce and run a command that writes the path `made`, unless that is there.
 
-        `words` have the path as it will be, and so it is shown; until it is whole it has another
-        name. Returns whether the command ran.
+        Until it is whole it has another name than in `words`. Returns whether the command ran.
         """
-
-        def make(partial):
-            self.show(words)
-            self._run([partial if word == made else word for word in words], bar)
-
-        return self.folder.once(title, made, make)
+        return self.folder.once(title, made, lambda partial: self.run(words, bar, made, partial))
 
     def keep(self, title, made, words):
         """The same for a command that prints what becomes the file `made`."""
@@ -191,11 +188,7 @@ class Session:
 
     def prepare(self):
         """Write plain text, a SentencePiece model, and the sentences in pieces and as numbers."""
-        sides = [
-            word
-            for pair in zip(("--source-lang", "--target-lang"), self.languages)
-            for word in pair
-        ]
+        sides = systems.words(dict(zip(("source-lang", "target-lang"), self.languages)))
         words = ["python", "scripts/prepare_corpus.py", "--data", self.args.data, *sides,
                  "--vocabulary", self.settings["vocabulary"], "--output", self.corpus]  # fmt: skip
         if self.once("preparing the corpus", self.corpus, words):
