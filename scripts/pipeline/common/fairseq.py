@@ -107,7 +107,7 @@ class Commands:
             tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
             signalled = f"was killed by signal {-process.returncode}"
             how = signalled if process.returncode < 0 else "failed"
-            name = Path(words[0]).name
+            name = Path(words[2] if words[0] == "env" else words[0]).name  # env NAME=VALUE COMMAND
             raise Failed(f"{name} {how}; {log} ends with\n" + "\n".join(tail))
 
     def stop(self):
@@ -127,17 +127,17 @@ class _Bar:
     options = ()
 
     def __init__(self, title=""):
-        self.title, self.tenth, self.bar = title, -1, None
-        if sys.stdout.isatty() and not title:
-            form = "{percentage:3.0f}%|{bar:40}| {postfix}"
-            self.bar = tqdm(total=100, file=sys.stdout, bar_format=form)
+        self.title, self.tenth = title, -1
+        self.bar, self.drawn = None, sys.stdout.isatty() and not title
 
     def show(self, share, text):
         """Show that a share from 0 to 1 is done, and the text."""
         share = min(1.0, share)
-        if self.bar:
-            self.bar.set_postfix_str(text, refresh=False)
-            self.bar.update(round(100 * share) - self.bar.n)
+        if self.drawn and self.tenth < 0:
+            form = "{percentage:3.0f}%|{bar:40}| {desc}"
+            self.bar = self.bar or tqdm(total=100, file=sys.stdout, bar_format=form)
+            self.bar.n = round(100 * share)
+            self.bar.set_description_str(text)
             if share == 1:
                 self.close()
         elif int(10 * share) > self.tenth:

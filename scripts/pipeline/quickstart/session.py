@@ -128,7 +128,7 @@ class Session:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # it stops what it started
         self.commands = Commands(not self.on_gpu, lock=self.folder.lock)
         if not self.on_gpu:
-            # Of training alone, where the command says so.
+            # Only training computes in bfloat16; its command says so.
             self.commands.environment["TALK_MATMUL_PRECISION"] = "highest"
 
     def seconds_left(self):
