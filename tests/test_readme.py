@@ -93,10 +93,15 @@ def script_text(name):
     own = (ROOT / name).read_text()
     others = [ROOT / "scripts" / other for other in re.findall(r"\b\w+\.(?:py|sh)\b", own)]
     modules = re.findall(r"run\.(?:sh|py)\"? ([\w.]+)|from pipeline\.([\w.]+) import main", own)
-    others += [
-        ROOT / "scripts/pipeline" / f"{''.join(names).replace('.', '/')}.py" for names in modules
-    ]
-    return own + "".join(path.read_text() for path in others if path.exists())
+    others += [pipeline_file("".join(names)) for names in modules]
+    text = own + "".join(path.read_text() for path in others if path.exists())
+    shared = {pipeline_file(name) for name in re.findall(r"from pipeline\.([\w.]+) import", text)}
+    return text + "".join(path.read_text() for path in shared if path.exists())
+
+
+def pipeline_file(module):
+    """The file of a module of the pipeline."""
+    return ROOT / "scripts/pipeline" / f"{module.replace('.', '/')}.py"
 
 
 @pytest.mark.parametrize("page", PAGES)

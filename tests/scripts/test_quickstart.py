@@ -2,6 +2,7 @@
 
 import fcntl
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -34,8 +35,8 @@ def score_line(printed):
 
 @pytest.mark.slow
 def test_a_run_a_second_run_and_a_restart(verses, tmp_path):
-    # From another folder, with relative paths.
-    arguments = ("--data", "verses", "--out", "run", "--updates", 12)
+    # From another folder, with relative paths, one of them with a space.
+    arguments = ("--data", "verses", "--out", "a run", "--updates", 12)
     first = quickstart(*arguments, cwd=tmp_path)
     assert f" on {TEST_VERSES} sentences (nrefs:1|" in score_line(first)
     for start in ("source      ", "reference   ", "translation "):
@@ -46,7 +47,7 @@ def test_a_run_a_second_run_and_a_restart(verses, tmp_path):
         "fairseq-generate", "quickstart.translations",
     ), strict=True):  # fmt: skip
         assert name in line
-    out = tmp_path / "run"
+    out = tmp_path / "a run"
     assert not list(out.rglob("*.partial"))
 
     # The second time everything is there: only the score is computed again.
@@ -113,6 +114,45 @@ def test_by_the_clock_the_rate_is_up_and_then_falls(verses, tmp_path):
     assert taken < 180
 
 
+@pytest.mark.slow
+def test_epochs_that_end_exactly_where_checkpoints_are_saved(tmp_path):
+    """Two lines make one batch, so that each update ends an epoch."""
+    tiny = tmp_path / "tiny"
+    tiny.mkdir()
+    for split in ("train", "valid", "test"):
+        write(tiny, f"{split}.es", "Dijo Dios.\nEn el principio.\n")
+        write(tiny, f"{split}.en", "God said.\nIn the beginning.\n")
+    out = tmp_path / "run"
+    printed = quickstart("--data", tiny, "--out", out, "--updates", 5)
+    assert " on 2 sentences (" in score_line(printed)
+    assert not updates(out / "training/falling")
+    assert "--inputs " + str(out / "training/falling/checkpoint_last.pt") in printed
+    assert (out / "training/done").read_text() == "5\n"
+
+
+def test_ctrl_c_stops_the_run_and_what_it_started(tmp_path):
+    out = tmp_path / "run"
+    run = subprocess.Popen(
+        command("--out", out), start_new_session=True, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        for _ in range(1200):
+            if list(out.glob("corpus.partial*")) or run.poll() is not None:
+                break
+            time.sleep(0.1)
+        run.send_signal(signal.SIGINT)  # to the quick start alone
+        _, told = run.communicate(timeout=60)
+    finally:
+        if run.poll() is None:
+            kill_group(run)
+    assert told == "quickstart.sh: interrupted; run it again to go on\n"
+    assert run.returncode == 130
+    assert not (out / "corpus").exists()
+    with open(out / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nothing is left that holds it
+
+
 def write(folder, name, text):
     (folder / name).write_text(text)
 
@@ -175,10 +215,11 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
 
 
 def test_two_runs_at_once_in_one_folder(tmp_path):
-    (tmp_path / "settings").write_text("")
+    (tmp_path / "settings.json").write_text("")
     with open(tmp_path / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "another quick start is running" in refusal("--out", tmp_path)
+        line = refusal("--out", tmp_path)
+    assert "another quick start, or a command of one that was killed, is running" in line
 
 
 def test_help():

@@ -1,6 +1,6 @@
 """Compare language models on a test set, beside the frequencies of its tokens alone.
 
-    compare_language_models.py --corpus corpus --language en --models a.pt b.pt --output c.json
+    run.py quickstart.perplexities --corpus corpus --language en --models a.pt b.pt --output c.json
 
 ``corpus`` is what prepare_corpus.py wrote for one language. Beside each checkpoint, as ``a.txt``,
 stands what fairseq-eval-lm printed for it. Tokens are the pieces and one end of each sentence;
@@ -9,69 +9,19 @@ tokens is an error. Prints a table, and writes it as JSON.
 """
 
 import argparse
-import json
-import math
-import re
 import sys
-from collections import Counter
 from pathlib import Path
 
-from pipeline.common.files import write_whole
-from talk_fairseq.checkpoint_files import read_checkpoint
+from tabulate import tabulate
 
-END, UNKNOWN = "</s>", "<unk>"
+from pipeline.common.files import write_json
+from pipeline.common.perplexity import END, read_model, read_tokens, unigram_loss
+
 HEADER = ("model", "parameters", "updates", "seconds", "test tokens", "ppl/token", "ppl/word")
 
 
-def read_tokens(path):
-    """The pieces of each line of `path` and, after each line, its end."""
-    lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    return [token for line in lines for token in (*line.split(" "), END)]
-
-
-def unigram_loss(train, test):
-    """The mean of ``-log2 p`` over the tokens `test`, each by how frequent it is in `train`.
-
-    Every token counts once more than it occurs, and so does the unknown one, which stands for
-    what is not in `train`.
-    """
-    counts = Counter([*train, *set(train), UNKNOWN])
-    total = counts.total()
-    return -sum(math.log2(counts.get(token, 1) / total) for token in test) / len(test)
-
-
-def read_model(checkpoint, tokens):
-    """``(row of the table without its perplexities, loss in bits a token)`` of a checkpoint.
-
-    Raises ValueError if it was not scored on `tokens` tokens.
-    """
-    evaluated = checkpoint.with_suffix(".txt")
-    text = evaluated.read_text(encoding="utf-8")
-    found = [
-        re.findall(pattern, text)
-        for pattern in (
-            r"num\. model params: ([\d,]+)",
-            r"Evaluated ([\d,]+) tokens",
-            r"Loss \(base 2\): ([\d.]+),",
-        )
-    ]
-    if [len(matches) for matches in found] != [1, 1, 1]:
-        raise ValueError(f"{evaluated}: expected the output of fairseq-eval-lm")
-    parameters, scored = (int(matches[0].replace(",", "")) for matches in found[:2])
-    if scored != tokens:
-        raise ValueError(f"{evaluated}: expected a score of all {tokens:,} tokens, got {scored:,}")
-    state = read_checkpoint(checkpoint)
-    row = {
-        "model": checkpoint.stem,
-        "parameters": parameters,
-        "updates": state["optimizer_history"][-1]["num_updates"],
-        "seconds": round(state["extra_state"]["previous_training_time"]),
-    }
-    return row, float(found[2][0])
-
-
 def compare(corpus, language, checkpoints):
-    """The results, as they are written: ``{"test": {…}, "models": [row, …]}``."""
+    """Return the results, as they are written: ``{"test": {…}, "models": [row, …]}``."""
     train, test = (
         read_tokens(corpus / "pieces" / f"{split}.{language}") for split in ("train", "test")
     )
@@ -99,7 +49,7 @@ def compare(corpus, language, checkpoints):
 
 
 def table(results):
-    """The lines of the table."""
+    """Return the table as text."""
     tokens = f"{results['test']['tokens']:,}"
     rows = [HEADER]
     for model in results["models"]:
@@ -113,10 +63,8 @@ def table(results):
                 f"{model['perplexity of a word']:,.1f}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for first, *others in rows:
-        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:]))
-        yield "  ".join((first.ljust(widths[0]), *cells))
+    alignment = ["left"] + ["right"] * (len(HEADER) - 1)
+    return tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=alignment)
 
 
 def main(arguments=None):
@@ -132,9 +80,9 @@ def main(arguments=None):
     try:
         results = compare(args.corpus, args.language, args.models)
     except (OSError, ValueError) as error:
-        sys.exit(f"compare_language_models.py: {error}")
-    write_whole(args.output, json.dumps(results, indent=2) + "\n")
-    print(*table(results), sep="\n")
+        sys.exit(f"quickstart.perplexities: {error}")
+    write_json(args.output, results)
+    print(table(results))
     test = results["test"]
     print(
         f"\non {test['sentences']:,} sentences of {test['words']:,} words; "

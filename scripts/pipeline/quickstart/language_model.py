@@ -1,0 +1,105 @@
+"""Compare two small language models of English verses; see scripts/quickstart_lm.sh --help."""
+
+from pipeline.common.command import BadInput, run
+from pipeline.common.files import read_lines, remove, write_lines
+from pipeline.common.folder import show
+from pipeline.common.systems import words
+from pipeline.quickstart.clock import Training, kept
+from pipeline.quickstart.session import Session, announce, given, options
+
+NAME = "quickstart_lm.sh"
+DESCRIPTION = """\
+Trains two small language models on the English verses in data/bible-es-en, a TaLK-Conv and a
+Transformer of the same size, each for the same time, and prints continuations of a prompt and
+the perplexity of both on the held-out test verses, beside that of a unigram. Run it again to
+resume where it stopped.
+"""
+COMPILE = """\
+import sys, torch
+from talk_fairseq import talk_conv
+
+x, offsets = torch.ones(2, 2, 1, 4, device=sys.argv[1])
+talk_conv(x.requires_grad_(), offsets, None, max_left=1, max_right=0).sum().backward()
+"""
+
+
+def learn(args):
+    """Prepare, train, evaluate, continue and compare, but for what an earlier run has done."""
+    if "\n" in args.prompt:
+        raise BadInput("--prompt: expected one line, got several")
+    session = Session(args, [args.lang], "quickstart_lm")
+    models = session.settings["models"]
+    trainings = {name: session.training(flags) for name, flags in models.items()}
+    session.open(**trainings)
+    out = session.out
+
+    if not (out / "training").exists():
+        # It is compiled where it is first used; neither model's time pays for that.
+        announce("compiling the operator")
+        device = "cuda" if session.on_gpu else "cpu"
+        session.commands.run(["python", "-c", COMPILE, device], session.log)
+    session.prepare()
+    each = kept(out / "training/seconds", session.seconds_left() // len(models))
+    for name, command in trainings.items():
+        folder, model = out / "training" / name, out / f"{name}.pt"
+        Training(session, f"training {name}", folder, command, keep=1).run(each)
+        if not model.exists():
+            session.run(["mv", folder / "falling/checkpoint_last.pt", model])
+    for name in models:
+        evaluate(session, name)
+    continue_prompt(session, args.prompt)
+
+    announce("perplexity on the test set")
+    command = ["--corpus", session.corpus, "--language", args.lang, "--models"]
+    command += [*(out / f"{name}.pt" for name in models), "--output", out / "results.json"]
+    session.show(["python", "scripts/run.py", "quickstart.perplexities", *command])
+    from pipeline.quickstart import perplexities  # takes seconds: PyTorch
+
+    perplexities.main([str(word) for word in command])
+    session.finish()
+
+
+def evaluate(session, name):
+    """Score a model on the test set, which nothing has learnt from."""
+    training = session.settings["training"]
+    # In blocks as in training: by default fairseq would cut others, of 1,024 tokens.
+    flags = {flag: training[flag] for flag in ("sample-break-mode", "tokens-per-sample")}
+    session.keep(f"evaluating {name} on the test set", session.out / f"{name}.txt", [
+        "fairseq-eval-lm", session.binarised, "--user-dir", "talk_fairseq",
+        "--path", session.out / f"{name}.pt", "--gen-subset", "test", *words(flags),
+        "--max-tokens", 4096, *session.on_device,
+    ])  # fmt: skip
+
+
+def continue_prompt(session, prompt):
+    """Show three continuations, sampled from the most likely pieces of each step."""
+    written, file = session.out / "continuations.txt", session.out / "prompt.txt"
+    if not file.exists() or read_lines(file) != [prompt]:
+        remove(written)
+        write_lines(file, [prompt])
+    session.keep("continuing a prompt", written, [
+        "fairseq-interactive", session.binarised, "--user-dir", "talk_fairseq",
+        "--task", "language_modeling", "--path", session.out / "talkconv_lm.pt",
+        "--bpe", "sentencepiece",
+        "--sentencepiece-model", session.corpus / "sentencepiece.model",
+        "--input", file, "--sampling", "--sampling-topk", 40, "--temperature", 0.8,
+        "--beam", 3, "--nbest", 3, "--max-len-b", 80, "--seed", 1, *session.on_device,
+    ])  # fmt: skip
+    announce(f"continuations of: {prompt}")
+    for line in read_lines(written):
+        if line.startswith("D-"):
+            show(line.split("\t")[2])
+
+
+def main(arguments=None):
+    """Run the command and return its exit status."""
+    parser = options(
+        NAME, DESCRIPTION, "quickstart_lm", each="each ", data="{train,valid,test}.LANG"
+    )
+    add = parser.add_argument
+    add("--prompt", metavar="TEXT", type=given, default="Jesus said to them,",
+        help="what the TaLK-Conv is to continue (default: %(default)s)")  # fmt: skip
+    add("--lang", metavar="LANG", type=given, default="en",
+        help="how its files end (default: en)")  # fmt: skip
+    args = parser.parse_args(arguments)
+    return run(NAME, lambda: learn(args))
