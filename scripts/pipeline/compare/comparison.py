@@ -893,7 +893,7 @@ class Comparison:
 
     def validation(self, name, seed, rate=None):
         """``[{"updates", "loss", "ppl"}, …]`` of a run, as fairseq logged them."""
-        from pipeline.plots.curves import read_log
+        from pipeline.common.logs import read_log
 
         entries = read_log(self.run_folder(name, seed, rate) / "train.log")["valid"]
         return [{key: entry[key] for key in ("updates", "loss", "ppl")} for entry in entries]
@@ -997,8 +997,7 @@ def measure_speeds(args, words, checkpoints):
     """
     import torch
 
-    from pipeline.benchmarks.decoding import PeakMemory
-    from pipeline.benchmarks.training import training_speeds
+    from pipeline.benchmarks.harness import PeakMemory, training_speeds
 
     if args.preset == "cpu":
         torch.set_float32_matmul_precision("medium")
@@ -1418,7 +1417,7 @@ def speed_figure(results):
     """The score of each system over its speed in training and in generation."""
     from matplotlib.figure import Figure
 
-    from pipeline.plots.curves import MARKERS, colours
+    from pipeline.plots.figures import MARKERS, colours
 
     task, systems = results["task"], results["systems"]
     figure = Figure(figsize=(11, 4.5), layout="constrained")
@@ -1451,7 +1450,7 @@ def write_results(out, results):
     measured = any("score" in row and row["speed"] for row in results["systems"].values())
     for name, figure in figures.items():
         if measured:
-            from pipeline.plots.curves import save_figure
+            from pipeline.plots.figures import save_figure
 
             save_figure(figure(results), out / name)
         else:
