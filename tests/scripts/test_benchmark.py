@@ -121,7 +121,7 @@ def test_one_length_is_drawn_as_bars(benchmark):
     cells = [{"T": T, "dtype": "float32", "mode": "forward", "results": results} for T in (5, 40)]
     speed = benchmark.figure(cells[:1]).axes[0]
     assert [bar.get_width() for bar in speed.patches] == [2, 4]
-    assert [label.get_text() for label in speed.get_yticklabels()] == ["copy", "TaLK"]
+    assert [label.get_text() for label in speed.get_yticklabels()] == ["copy: 2", "TaLK: 4"]
     speed = benchmark.figure(cells).axes[0]
     curves = {line.get_label(): line.get_xydata().tolist() for line in speed.lines}
     assert not speed.patches and curves == {"copy": [[5, 2], [40, 2]], "TaLK": [[5, 4], [40, 4]]}

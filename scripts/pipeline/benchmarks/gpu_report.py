@@ -191,7 +191,8 @@ def plot(record, folder):
             name = ", ".join(str(row[key]) for key in row if key in NAMES)
             for column in PLOTTED:
                 if isinstance(row.get(column), float):
-                    panels.setdefault((stage["title"], column), {})[name] = row[column], []
+                    bars = panels.setdefault((stage["title"], column), {})
+                    bars[f"{name} again" if name in bars else name] = row[column], []
     if panels:
         save_figure(bars_figure(panels, columns=len(panels)), folder / "report.png", dpi=100)
         record["picture"] = "![the same in bars](report.png)"

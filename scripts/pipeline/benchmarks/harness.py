@@ -91,19 +91,15 @@ def training_speeds(steps, turns=5, seconds=0.0, report=None):
     """
 
     def mean(step):
-        calls = 0
-        synchronize()
-        start = time.perf_counter()
-        while not calls or time.perf_counter() - start < seconds:
-            step()
+        calls, took = 0, 0.0
+        while not calls or took < seconds:
+            took += timed(step)[0]
             calls += 1
-            synchronize()
-        return (time.perf_counter() - start) / calls
+        return took / calls
 
     for step in steps.values():
         step()
-    speeds = {name: [] for name in steps}
-    names = list(steps)
+    names, speeds = list(steps), {name: [] for name in steps}
     for turn in range(turns):
         first = turn % len(names)  # so that none always follows the same other
         for name in names[first:] + names[:first]:

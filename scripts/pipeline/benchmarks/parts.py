@@ -1,6 +1,7 @@
 """Where the time of a model goes, by its parts: PyTorch's profiler, added up."""
 
 import contextlib
+from functools import partial
 
 import torch
 
@@ -24,36 +25,37 @@ LAYER = "dropout, residuals, rest"
 RANGES = {"multiply-grads": "optimizer", "clip-grads": "optimizer", "optimizer": "optimizer"}
 
 
+def ancestors(event):
+    """Yield an event of the profiler and those that it lies in, from the inside out."""
+    while event is not None:
+        yield event
+        event = event.cpu_parent
+
+
 @contextlib.contextmanager
 def named_parts(model, **others):
     """Record a range of the profiler, "part: …", around each part of `model` and the `others`."""
+    parts = [*((module, name) for name, module in others.items()), (model, LAYER)]
+    for name, module in model.named_modules():
+        above, _, last = name.rpartition(".")
+        if last in PARTS:
+            parts.append((module, PARTS[last]))
+        elif isinstance(module, torch.nn.LayerNorm):
+            parts.append((module, "norms"))
+        elif above.endswith(".layers"):  # a search calls these, and not the model
+            parts.append((module, LAYER))
     handles, entered = [], []
 
-    def enter(name):
-        def hook(*_):
-            entered.append(torch.profiler.record_function(f"part: {name}"))
-            entered[-1].__enter__()
-
-        return hook
+    def enter(name, *_):
+        entered.append(torch.profiler.record_function(f"part: {name}"))
+        entered[-1].__enter__()
 
     def leave(*_):
         entered.pop().__exit__(None, None, None)
 
-    def wrap(module, name):
-        handles.append(module.register_forward_pre_hook(enter(name)))
+    for module, name in parts:
+        handles.append(module.register_forward_pre_hook(partial(enter, name)))
         handles.append(module.register_forward_hook(leave))
-
-    for name, module in others.items():
-        wrap(module, name)
-    wrap(model, LAYER)
-    for name, module in model.named_modules():
-        above, _, last = name.rpartition(".")
-        if last in PARTS:
-            wrap(module, PARTS[last])
-        elif isinstance(module, torch.nn.LayerNorm):
-            wrap(module, "norms")
-        elif above.endswith(".layers"):  # a search calls these, and not the model
-            wrap(module, LAYER)
     try:
         yield
     finally:
@@ -83,11 +85,6 @@ def profile(run, steps, model, **others):
     # Kernels and ranges of a GPU are events as well: they already count in the CPU's operators.
     events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CPU]
     kernels = len(activities) > 1
-
-    def ancestors(event):
-        while event is not None:
-            yield event
-            event = event.cpu_parent
 
     undone = {}  # sequence number of autograd -> part of the forward operator
     parts = {}

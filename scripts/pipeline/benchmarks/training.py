@@ -113,9 +113,17 @@ def build_batches(task, args):
         tokens[-1] = words.eos()
         return tokens
 
+    def block_batch(blocks):
+        """As many blocks of text, each token with the next one as its target."""
+        text = torch.stack([sentence(args.tokens + 1) for _ in range(blocks)])
+        source, lengths = text[:, :-1].contiguous(), torch.full((blocks,), args.tokens)
+        batch = {"id": torch.arange(blocks), "nsentences": blocks, "ntokens": source.numel()}
+        batch["net_input"] = {"src_tokens": source, "src_lengths": lengths}
+        return batch | {"target": text[:, 1:].contiguous()}
+
     if args.task == "lm":
         blocks = max(1, args.max_tokens // args.tokens)
-        return [language_model_batch(sentence, blocks, args.tokens) for _ in range(args.batches)]
+        return [block_batch(blocks) for _ in range(args.batches)]
 
     # As many sentences as fill the batches thirty times over, or rare lengths would fill them.
     count = 30 * args.batches * args.max_tokens // 20
@@ -132,19 +140,6 @@ def build_batches(task, args):
     )
     spread = (len(batches) * (2 * i + 1) // (2 * args.batches) for i in range(args.batches))
     return [pairs.collater([pairs[i] for i in batches[place]]) for place in spread]
-
-
-def language_model_batch(sentence, blocks, tokens):
-    """Return `blocks` blocks of `tokens` tokens, each with the next token as its target."""
-    text = torch.stack([sentence(tokens + 1) for _ in range(blocks)])
-    lengths = torch.full((blocks,), tokens)
-    return {
-        "id": torch.arange(blocks),
-        "nsentences": blocks,
-        "ntokens": blocks * tokens,
-        "net_input": {"src_tokens": text[:, :-1].contiguous(), "src_lengths": lengths},
-        "target": text[:, 1:].contiguous(),
-    }
 
 
 def train_on(trainer, batches):

@@ -53,7 +53,7 @@ def label_logarithm(axis):
     elif high < 100 * low:
         subs = (1, 2, 3, 5, 7) if high < 12 * low else (1, 2, 5)
         axis.yaxis.set_major_locator(LogLocator(subs=subs))
-    axis.yaxis.set_major_formatter("{x:,.0f}" if high >= 10 else "{x:g}")
+    axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}" if y >= 10 else f"{y:g}")
     axis.yaxis.set_minor_formatter(NullFormatter())
 
 
@@ -81,6 +81,10 @@ def panels_figure(panels, xlabel, columns, ours):
             if points:
                 width = 2.5 if name.startswith(ours) else 1
                 axis.loglog(*zip(*points), label=name, linewidth=width, **look)
+        places = sorted({x for points in curves.values() for x, _ in points})
+        axis.set_xticks(places, [f"{x:,}" for x in places])
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        label_logarithm(axis)
         axis.set(title=title, xlabel=xlabel, ylabel=ylabel)
         axis.grid(alpha=0.3)
     add_legend(figure, axes, 5)
@@ -91,20 +95,24 @@ def bars_figure(panels, columns=4, ours="talkconv"):
     """Return a Figure with a bar for each name in each of `panels`.
 
     Args:
-        panels: {(title, xlabel): {name: (length, points)}}; `points` are dots beside the bar's end.
+        panels: {(title, xlabel): {name: (length, points)}}; `points` are drawn over the bar.
         ours: names that begin so have a colour of their own.
     """
     names = list(dict.fromkeys(name for bars in panels.values() for name in bars))
     figure, axes = panel_grid(len(panels), columns, 6, 1 + 0.35 * max(4, len(names)))
     for axis, ((title, xlabel), bars) in zip(axes, panels.items()):
+        texts = []
         for place, (name, (length, points)) in enumerate(bars.items()):
-            colour = PALETTE[1] if name.startswith(ours) else "0.75"
-            text = f"{length:,.0f}" if length >= 100 else f"{length:.3g}"
-            axis.bar_label(axis.barh(place, length, color=colour), [text], padding=3)
+            axis.barh(place, length, color=PALETTE[1] if name.startswith(ours) else "0.75")
             axis.plot(points, [place] * len(points), "k.", markersize=4)
-        axis.set_yticks(range(len(bars)), bars)
+            texts.append(f"{name}: {length:,.0f}" if length >= 100 else f"{name}: {length:.3g}")
+        lengths = [length for length, _ in bars.values()]
+        if max(lengths, default=0) > 50 * min(lengths, default=0):
+            axis.set_xscale("log")
+        else:
+            axis.locator_params(axis="x", nbins=5)
+        axis.set_yticks(range(len(bars)), texts)
         axis.invert_yaxis()
-        axis.margins(x=0.15)
         axis.set(title=title, xlabel=xlabel)
     return figure
 

@@ -113,7 +113,7 @@ def windows_figure(tokens, layers, title):
     columns = min(full_grids, key=lambda n: abs(np.log(shape(n)[0] / shape(n)[1] / 1.6)))
     full = max(shape(columns)[0], 8.5), shape(columns)[1]
     figure = Figure(figsize=full)
-    figure.suptitle(title, x=0.15 / full[0], y=1 - 0.12 / full[1], ha="left", va="top", size=12)
+    figure.suptitle(title, x=0.15 / full[0], y=1 - 0.12 / full[1], ha="left", va="top", size=11)
     for number, layer in enumerate(layers):
         row, column = divmod(number, columns)
         left, bottom = margin + column * across, full[1] - 0.8 - row * down - height
@@ -272,8 +272,8 @@ def run(args):
         for side, (tokens, layers) in seen.items():
             record[side] = sentence_record(tokens, layers)
             heads = layers[0].a_l.shape[1]
-            title = f"{side.capitalize()}: the window of each head around each token. In a token's "
-            title += f"line, a bar for each of {heads} heads; · continues a word"
+            title = f"{side.capitalize()}: the window around each token. In its line, a bar for "
+            title += f"each of {heads} heads; · continues a word"
             figures[side] = windows_figure(tokens, layers, title)
     if corpus:
         reaches = reach_over_corpus(model, task, cutter, corpus, targets)
