@@ -26,6 +26,7 @@ class Case:
         self.offset_right = torch.rand(T, B, H, device=device).to(dtype)
 
     def random(self, *shape):
+        """Return normal random numbers of the case's dtype and device."""
         return torch.randn(shape, device=self.device).to(self.dtype)
 
     def moves(self, name, mode):
@@ -43,10 +44,13 @@ class Case:
 
 
 def copy(case):
+    """Build a copy of `x`, the least that any operator has to move."""
     return torch.clone, (case.x,)
 
 
 def talk(case):
+    """Build talk_conv with windows of 31 to either side."""
+
     def function(x, offset_left, offset_right):
         return talk_conv(x, offset_left, offset_right, WINDOW, WINDOW)
 
@@ -89,6 +93,7 @@ def self_attention(case):
 
 
 def sdpa(case):
+    """Build PyTorch's fused attention."""
     return F.scaled_dot_product_attention, tuple(
         case.random(case.B, case.H, case.T, case.R) for _ in range(3)
     )
@@ -115,6 +120,8 @@ def refuse_wrapped_offsets(windows):
 
 
 def dynamic_conv_unfolded(case, K):
+    """Build DynamicConv of width K as fairseq's models run it, from unfolded windows."""
+
     def function(x, kernels):
         windows = unfold(x, K).reshape(-1, case.R, K)
         refuse_wrapped_offsets(windows)
@@ -125,6 +132,8 @@ def dynamic_conv_unfolded(case, K):
 
 
 def dynamic_conv_band(case, K):
+    """Build DynamicConv of width K in fairseq's other form, with band matrices."""
+
     def function(x, kernels):
         T, groups = case.T, case.B * case.H
         kernels = kernels.softmax(-1).view(T, groups, K).transpose(0, 1)
@@ -138,6 +147,8 @@ def dynamic_conv_band(case, K):
 
 
 def light_conv_unfolded(case, K):
+    """Build LightConv of width K, from unfolded windows."""
+
     def function(x, kernels):
         windows = unfold(x, K).reshape(case.T * case.B, case.H, case.R, K)
         refuse_wrapped_offsets(windows)
@@ -157,6 +168,7 @@ def depthwise_conv1d(case, K):
 
 
 def causal_conv1d(case):
+    """Build the package causal_conv1d's operator, where it is installed."""
     try:
         from causal_conv1d import causal_conv1d_fn
     except ImportError:

@@ -53,7 +53,7 @@ def label_logarithm(axis):
     elif high < 100 * low:
         subs = (1, 2, 3, 5, 7) if high < 12 * low else (1, 2, 5)
         axis.yaxis.set_major_locator(LogLocator(subs=subs))
-    axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}" if y >= 10 else f"{y:g}")
+    axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}" if y >= 1000 else f"{y:.4g}")
     axis.yaxis.set_minor_formatter(NullFormatter())
 
 

@@ -145,24 +145,21 @@ def load(checkpoint, data=None, user_dir=None):
 # --- Text ---
 
 
-@dataclass
 class Cutter:
     """Turns text into pieces and their numbers.
 
     `model` is a SentencePiece model's file; without one, spaces separate the pieces.
     """
 
-    model: Path | None = None
-    _processor: object = field(default=None, init=False)
-
-    def __post_init__(self):
-        if self.model is not None:
-            if not Path(self.model).is_file():
-                raise ValueError(f"--sentencepiece: expected a model's file, got {self.model}")
+    def __init__(self, model=None):
+        self._processor = None
+        if model is not None:
+            if not Path(model).is_file():
+                raise ValueError(f"--sentencepiece: expected a model's file, got {model}")
             try:
-                self._processor = sentencepiece.SentencePieceProcessor(model_file=str(self.model))
+                self._processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
             except (RuntimeError, OSError):
-                wanted = f"a SentencePiece model, got {self.model}, which is none"
+                wanted = f"a SentencePiece model, got {model}, which is none"
                 raise ValueError(f"--sentencepiece: expected {wanted}") from None
 
     def __call__(self, name, text, dictionary, longest):
@@ -276,6 +273,7 @@ class Reach:
 
     @property
     def means(self):
+        """Return the mean reach to either side."""
         return {side: total / self.windows for side, total in self.sums.items()}
 
 
