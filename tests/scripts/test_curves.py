@@ -50,7 +50,8 @@ def test_labels_of_a_logarithm_do_not_overlap(low, high):
         if bottom <= place <= top and label.get_text()
     }
     assert len(labels) >= 2
-    assert all(float(label.get_text().replace(",", "")) == place for label, place in labels.items())
+    for label, place in labels.items():
+        assert float(label.get_text().replace(",", "")) == pytest.approx(place)
     boxes = sorted((label.get_window_extent(renderer) for label in labels), key=lambda box: box.y0)
     assert all(below.y1 < above.y0 for below, above in zip(boxes, boxes[1:]))
 

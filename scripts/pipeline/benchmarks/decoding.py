@@ -392,7 +392,7 @@ def grid_figure(cells):
             curves = panels.setdefault(place, {name: [] for name in MODELS})
             for name, row in cell["results"].items():
                 curves[name].append((cell["source"], (row.get(key) or 0) / unit))
-    return panels_of(panels, "source length")
+    return log_figure(panels, "source length")
 
 
 def positions_figure(cells):
@@ -404,10 +404,10 @@ def positions_figure(cells):
                 name: [(int(position), row.get(key, 0)) for position, row in rows.items()]
                 for name, rows in cell["results"].items()
             }
-    return panels_of(panels, "position")
+    return log_figure(panels, "position")
 
 
-def panels_of(panels, xlabel):
+def log_figure(panels, xlabel):
     """Return a Figure of curves, four in a row."""
     from pipeline.plots.figures import panels_figure
 

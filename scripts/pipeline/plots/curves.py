@@ -99,11 +99,6 @@ def curves_figure(runs, keys=None):
     return figure
 
 
-def plot_curves(runs, path, keys=None):
-    """Write `curves_figure` of `runs` and `keys` to `path`, as PNG."""
-    save_figure(curves_figure(runs, keys), path)
-
-
 # --- The command ---
 
 
@@ -141,7 +136,7 @@ def main(arguments=None):
     args = parser.parse_args(arguments)
     try:
         runs = named_runs(args.runs)
-        plot_curves(runs, args.output)
+        save_figure(curves_figure(runs), args.output)
     except (OSError, ValueError) as error:
         print(f"plot_training.py: {error}", file=sys.stderr)
         return 2

@@ -117,9 +117,8 @@ def windows_figure(tokens, layers, title):
     for number, layer in enumerate(layers):
         row, column = divmod(number, columns)
         left, bottom = margin + column * across, full[1] - 0.8 - row * down - height
-        axis = figure.add_axes(
-            (left / full[0], bottom / full[1], width / full[0], height / full[1])
-        )
+        place = left / full[0], bottom / full[1], width / full[0], height / full[1]
+        axis = figure.add_axes(place)
         draw_layer(axis, layer)
         reach = f"{layer.max_left} left" + (f", {layer.max_right} right" if layer.max_right else "")
         axis.set_title(f"layer {number + 1}: up to {reach}", size=10, loc="left")
@@ -143,9 +142,6 @@ def reach_figure(reaches):
     The bars are windows by their reach inside the sentence and the outlines what heads predict, in
     percent; their gids are "left", "right", "asked left" and "asked right".
     """
-    panels = [
-        (side, n, reach) for side, layers in reaches.items() for n, reach in enumerate(layers)
-    ]
     columns = min(4, max(len(layers) for layers in reaches.values()))
     rows = {side: -(-len(layers) // columns) for side, layers in reaches.items()}
     lines = sum(rows.values())
@@ -153,6 +149,7 @@ def reach_figure(reaches):
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.add_gridspec(lines, columns)
     first = dict(zip(rows, np.cumsum([0, *rows.values()])))
+    panels = ((side, *panel) for side, layers in reaches.items() for panel in enumerate(layers))
     for side, number, reach in panels:
         axis = figure.add_subplot(grid[first[side] + number // columns, number % columns])
         for way, sign, limit in (("left", -1, reach.max_left), ("right", 1, reach.max_right)):
@@ -170,9 +167,7 @@ def reach_figure(reaches):
         low, high = -reach.max_left or -0.5, reach.max_right or (0 if reach.max_left else 0.5)
         margin = 0.04 * (high - low)
         axis.set_xlim(low - margin, high + margin)
-        ticks = {
-            way * limit for limit in (reach.max_left, -reach.max_right) for way in (-1, -0.5, 0)
-        }
+        ticks = {share * end for end in (-reach.max_left, reach.max_right) for share in (0, 0.5, 1)}
         axis.set_xticks(sorted(ticks))
         axis.xaxis.set_major_formatter(lambda x, _: f"{abs(x):g}")
         axis.axvline(0, color="black", linewidth=0.8)
@@ -200,32 +195,24 @@ def sentence_record(tokens, layers):
     def rows(ends):
         return [[round(end, 4) for end in head] for head in ends.T.tolist()]
 
-    return {
-        "tokens": tokens,
-        "layers": [
-            {
-                "max_left": layer.max_left,
-                "max_right": layer.max_right,
-                "heads": [{"a_l": a, "a_r": b} for a, b in zip(rows(layer.a_l), rows(layer.a_r))],
-            }
-            for layer in layers
-        ],
-    }
+    record = {"tokens": tokens, "layers": []}
+    for layer in layers:
+        heads = [{"a_l": a, "a_r": b} for a, b in zip(rows(layer.a_l), rows(layer.a_r))]
+        limits = {"max_left": layer.max_left, "max_right": layer.max_right}
+        record["layers"].append({**limits, "heads": heads})
+    return record
 
 
 def reach_record(layers):
     """Return the numbers of `reach_figure`, for the layers of one side."""
-    return [
-        {
-            "max_left": reach.max_left,
-            "max_right": reach.max_right,
-            "windows": reach.windows,
-            "mean": reach.means,
-            "counts": {way: counts.tolist() for way, counts in reach.counts.items()},
-            "asked": {way: counts.tolist() for way, counts in reach.asked.items()},
-        }
-        for reach in layers
-    ]
+    records = []
+    for reach in layers:
+        record = {key: getattr(reach, key) for key in ("max_left", "max_right", "windows")}
+        record["mean"] = reach.means
+        for key, found in (("counts", reach.counts), ("asked", reach.asked)):
+            record[key] = {way: counts.tolist() for way, counts in found.items()}
+        records.append(record)
+    return records
 
 
 def parse(arguments):
