@@ -2,6 +2,7 @@ import functools
 import gzip
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,26 @@ def write_dictionaries(folder, words):
     """The dictionaries of translation and of a language model, of as many words with specials."""
     for name in ("dict.es.txt", "dict.en.txt", "dict.txt"):
         (folder / name).write_text("".join(f"w{index} 1\n" for index in range(words - 4)))
+
+
+def one_space(text):
+    """The text with one space in place of several, so that a table's widths do not matter."""
+    return re.sub(" +", " ", text)
+
+
+def lightness(colour):
+    """CIE L* of a colour, 0 for black and 100 for white."""
+    from matplotlib.colors import to_rgb
+
+    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour))
+    Y = 0.2126 * r + 0.7152 * g + 0.0722 * b
+    return 116 * Y ** (1 / 3) - 16 if Y > 0.008856 else 903.3 * Y
+
+
+def lightness_margin(colours):
+    """The smallest difference between the lightnesses of some colours."""
+    grey = sorted(map(lightness, colours))
+    return min(b - a for a, b in zip(grey, grey[1:]))
 
 
 def alone():

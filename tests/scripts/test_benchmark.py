@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conftest import ROOT, alone
+from conftest import ROOT, alone, one_space
 
 SCRIPT = ROOT / "scripts/benchmark_talk_conv.py"
 MODES = ["forward", "forward+backward", "backward"]
@@ -27,10 +27,17 @@ def benchmark():
     return operator
 
 
+@pytest.fixture(scope="module")
+def peers():
+    from pipeline.benchmarks import peers
+
+    return peers
+
+
 @pytest.fixture
-def case(benchmark):
+def case(peers):
     torch.manual_seed(0)
-    return benchmark.Case(20, 3, 24, 4, torch.float32, "cpu")
+    return peers.Case(20, 3, 24, 4, torch.float32, "cpu")
 
 
 def test_table_json_and_plot(tmp_path):
@@ -52,8 +59,8 @@ def test_table_json_and_plot(tmp_path):
     assert (tmp_path / "talk.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_bandwidth_is_of_what_has_to_move(benchmark, capsys):
-    case = benchmark.Case(5, 2, 32, 4, torch.bfloat16, "cpu")
+def test_bandwidth_is_of_what_has_to_move(benchmark, peers, capsys):
+    case = peers.Case(5, 2, 32, 4, torch.bfloat16, "cpu")
     x, offset = 2 * 5 * 2 * 32, 2 * 5 * 2 * 4
     forward = x + 2 * offset + x
     backward = x + x + 2 * offset + x + 2 * offset  # dout, x, the offsets; their gradients
@@ -65,10 +72,11 @@ def test_bandwidth_is_of_what_has_to_move(benchmark, capsys):
         "TaLK": {"seconds": 2e-3, "memory": 0, "bytes": 3_000_000},
         "self-attention": {"seconds": 8e-3, "memory": 0},
     }
-    benchmark.print_table("title", results)
-    assert "500.0      1.0x     1.5      75%" in capsys.readouterr().out
-    benchmark.print_table("title", {**results, "TaLK": {"error": "out of memory"}})
-    assert "1,000.0               2.0     100%" in capsys.readouterr().out
+    benchmark.print_results("title", results)
+    assert "500.0 1.0x 1.5 75%" in one_space(capsys.readouterr().out)
+    benchmark.print_results("title", {**results, "TaLK": {"error": "out of memory"}})
+    printed = one_space(capsys.readouterr().out)
+    assert "1,000.0 2.0 100%" in printed and "TaLK out of memory" in printed
 
 
 def test_goals(benchmark, capsys):
@@ -105,6 +113,18 @@ def test_goals(benchmark, capsys):
     goals = benchmark.goals_of([cell], "cuda")
     assert [goal["value"] for goal in goals] == [None, pytest.approx(1e6 / 9)]
     assert benchmark.goals_of([cell], "cpu") == []
+
+
+def test_one_length_is_drawn_as_bars(benchmark):
+    row = {"seconds": 0.5, "memory": 2**20}
+    results = {"copy": row, "TaLK": row | {"seconds": 0.25}, benchmark.SDPA: {"error": "too slow"}}
+    cells = [{"T": T, "dtype": "float32", "mode": "forward", "results": results} for T in (5, 40)]
+    speed = benchmark.figure(cells[:1]).axes[0]
+    assert [bar.get_width() for bar in speed.patches] == [2, 4]
+    assert [label.get_text() for label in speed.get_yticklabels()] == ["copy: 2", "TaLK: 4"]
+    speed = benchmark.figure(cells).axes[0]
+    curves = {line.get_label(): line.get_xydata().tolist() for line in speed.lines}
+    assert not speed.patches and curves == {"copy": [[5, 2], [40, 2]], "TaLK": [[5, 4], [40, 4]]}
 
 
 def test_an_interrupted_run_loses_no_other_cell(benchmark, tmp_path, monkeypatch):
@@ -201,37 +221,37 @@ def test_it_refuses_to_measure_a_wrong_operator(benchmark, monkeypatch):
         benchmark.check(["float32"], "cpu")
 
 
-def test_what_is_too_large_or_too_slow_says_so(benchmark):
-    huge = benchmark.Case(2, 10, 1024, 16, torch.float32, "cpu")
+def test_what_is_too_large_or_too_slow_says_so(benchmark, peers):
+    huge = peers.Case(2, 10, 1024, 16, torch.float32, "cpu")
     huge.T = 1_000_000
     with pytest.raises(benchmark.Unavailable, match="out of memory: needs .* GiB"):
-        benchmark.self_attention(huge)
+        peers.self_attention(huge)
 
 
-def test_gradients_that_pytorch_would_write_elsewhere_are_refused(benchmark, monkeypatch):
+def test_gradients_that_pytorch_would_write_elsewhere_are_refused(peers, monkeypatch):
     windows = SimpleNamespace(is_cuda=True, requires_grad=True, numel=lambda: 2**31 + 1)
     monkeypatch.delenv("TORCH_DISABLE_NATIVE_JIT", raising=False)
     for fine in ({"is_cuda": False}, {"requires_grad": False}, {"numel": lambda: 2**31}):
-        benchmark.refuse_wrapped_offsets(SimpleNamespace(**{**vars(windows), **fine}))
-    with pytest.raises(benchmark.Unavailable, match="TORCH_DISABLE_NATIVE_JIT=1"):
-        benchmark.refuse_wrapped_offsets(windows)
+        peers.refuse_wrapped_offsets(SimpleNamespace(**{**vars(windows), **fine}))
+    with pytest.raises(peers.Unavailable, match="TORCH_DISABLE_NATIVE_JIT=1"):
+        peers.refuse_wrapped_offsets(windows)
     monkeypatch.setenv("TORCH_DISABLE_NATIVE_JIT", "1")
-    benchmark.refuse_wrapped_offsets(windows)
+    peers.refuse_wrapped_offsets(windows)
 
 
-def test_the_published_method_is_the_same_operator(benchmark, case):
-    function, inputs = benchmark.published_method(case)
-    ours, _ = benchmark.talk(case)
+def test_the_published_method_is_the_same_operator(peers, case):
+    function, inputs = peers.published_method(case)
+    ours, _ = peers.talk(case)
     assert torch.allclose(function(*inputs), ours(*inputs), atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("dtype", "T"), [(torch.bfloat16, 1003), (torch.bfloat16, 1007), (torch.float16, 2051)]
 )
-def test_the_published_method_stays_in_bounds_where_its_positions_round_up(benchmark, dtype, T):
-    case = benchmark.Case(T, 1, 2, 1, dtype, "cpu")
+def test_the_published_method_stays_in_bounds_where_its_positions_round_up(peers, dtype, T):
+    case = peers.Case(T, 1, 2, 1, dtype, "cpu")
     case.offset_left[-1] = 0  # its left end is 1006 of 1007 rows, which bfloat16 has at 1008
-    function, inputs = benchmark.published_method(case)
+    function, inputs = peers.published_method(case)
     assert function(*inputs).shape == (T, 1, 2)
 
 
@@ -247,7 +267,7 @@ class Given(torch.nn.Module):
 
 
 @pytest.mark.parametrize("K", [3, 31])
-def test_peers_are_fairseqs_own(benchmark, case, K):
+def test_peers_are_fairseqs_own(peers, case, K):
     """The same outputs as fairseq's modules, with their kernels given instead of predicted."""
     pytest.importorskip("fairseq")
     from fairseq.modules.dynamic_convolution import DynamicConv1dTBC
@@ -256,14 +276,14 @@ def test_peers_are_fairseqs_own(benchmark, case, K):
     sizes = dict(kernel_size=K, padding_l=K // 2, num_heads=case.H, weight_softmax=True)
     module = DynamicConv1dTBC(case.C, **sizes)
     for build, unfolded in (
-        (benchmark.dynamic_conv_unfolded, True),
-        (benchmark.dynamic_conv_band, False),
+        (peers.dynamic_conv_unfolded, True),
+        (peers.dynamic_conv_band, False),
     ):
         function, (x, kernels) = build(case, K)
         module.weight_linear = Given(kernels.flatten(2))
         assert torch.allclose(function(x, kernels), module(x, unfold=unfolded), atol=1e-5)
 
-    function, (x, kernels) = benchmark.light_conv_unfolded(case, K)
+    function, (x, kernels) = peers.light_conv_unfolded(case, K)
     module = LightweightConv1dTBC(case.C, **sizes)
     module.weight.data = kernels[:, None]
     assert torch.allclose(function(x, kernels), module(x, unfold=True), atol=1e-5)

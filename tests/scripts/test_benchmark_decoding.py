@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conftest import alone
+from conftest import alone, one_space
 
 pytest.importorskip("fairseq")
 
@@ -38,7 +38,7 @@ def run(benchmark, tmp_path, capsys):
         assert png.startswith(b"\x89PNG") and png.endswith(b"IEND\xaeB`\x82")
         record = json.loads(prefix.with_suffix(".json").read_text())
         return SimpleNamespace(
-            record=record, cells=record["cells"], printed=capsys.readouterr().out
+            record=record, cells=record["cells"], printed=one_space(capsys.readouterr().out)
         )
 
     return run
@@ -51,7 +51,7 @@ def build(benchmark):
     def build(name, **sizes):
         sizes = {"width": 32, "ffn": 48, "heads": 4, "vocabulary": 60, **sizes}
         sizes = benchmark.Sizes(**{"encoder_layers": 2, "decoder_layers": 2, **sizes})
-        task = benchmark.build_task(sizes.vocabulary)
+        task = benchmark.models.build_task(sizes.vocabulary)
         assert len(task.target_dictionary) == sizes.vocabulary
         return benchmark.build_model(name, sizes, task, "cpu", "float32"), task
 
@@ -90,7 +90,7 @@ def test_table_json_and_plot(benchmark, run):
             assert row["tokens_per_second"] == pytest.approx(tokens / row["seconds"])
             assert row["memory"] >= 0
             ratio = row["seconds"] / cell["results"]["talkconv"]["seconds"]
-            line = f"{name:18} {row['sentences_per_second']:9,.2f} {row['tokens_per_second']:9,.1f}"
+            line = f"{name} {row['sentences_per_second']:,.2f} {row['tokens_per_second']:,.1f}"
             assert line in out.printed and f"{ratio:.2f}x" in out.printed
 
 
@@ -122,7 +122,7 @@ def test_what_is_too_slow_says_so(run):
     out = run("--lengths 3 --batches 1 --beams 1 --models talkconv,transformer --limit 0")
     for name in ("talkconv", "transformer"):
         why = out.cells[0]["results"][name]["error"]
-        assert why.startswith("too slow: about ") and f"{name:18} {why}" in out.printed
+        assert why.startswith("too slow: about ") and f"{name} {why}" in out.printed
 
     out = run("--positions 2,600 --batches 1 --turns 1 --models talkconv --limit 1e-6")
     rows = out.cells[0]["results"]["talkconv"]
@@ -131,10 +131,10 @@ def test_what_is_too_slow_says_so(run):
 
 
 def test_what_is_too_large_says_so(benchmark):
-    sizes = benchmark.Sizes()
-    benchmark.refuse_too_large(sizes, "cpu", 1, 1, 20, 20, 4)
+    args = SimpleNamespace(sizes=benchmark.Sizes(), device="cpu", dtype="float32")
+    benchmark.refuse_large_batch(args, 1, 1, 20, 20)
     with pytest.raises(benchmark.Unavailable, match="out of memory: may need .* GiB"):
-        benchmark.refuse_too_large(sizes, "cpu", 10**7, 10**7, 400, 400, 4)
+        benchmark.refuse_large_batch(args, 10**7, 10**7, 400, 400)
 
 
 def test_what_fails_says_so(benchmark, run, monkeypatch):
@@ -156,7 +156,7 @@ def test_what_fails_says_so(benchmark, run, monkeypatch):
 def test_an_interrupted_run_loses_nothing(benchmark, run, monkeypatch, tmp_path):
     right = benchmark.measure
 
-    def measure(models, task, sizes, cell, args, results, save):
+    def measure(built, task, cell, args, results, save):
         if cell["source"] == 5:
             # In the second turn of the third length, after both models had one.
             def show_progress(text=""):
@@ -164,7 +164,7 @@ def test_an_interrupted_run_loses_nothing(benchmark, run, monkeypatch, tmp_path)
                     raise KeyboardInterrupt
 
             monkeypatch.setattr(benchmark, "show_progress", show_progress)
-        right(models, task, sizes, cell, args, results, save)
+        right(built, task, cell, args, results, save)
 
     monkeypatch.setattr(benchmark, "measure", measure)
     with pytest.raises(KeyboardInterrupt):
@@ -288,7 +288,7 @@ def test_dynamicconv_band_is_dynamicconv(benchmark, build):
 
 
 def test_peak_memory_sees_what_was_freed(benchmark):
-    with benchmark.PeakMemory("cpu") as peak:
+    with benchmark.harness.PeakMemory("cpu") as peak:
         torch.ones(50 << 20, dtype=torch.uint8)
     if peak.bytes is None:
         pytest.skip("no such figure here")

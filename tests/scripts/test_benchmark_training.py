@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeline.benchmarks import profile as parts_of_a_step
+from conftest import one_space
+from pipeline.benchmarks import harness
+from pipeline.benchmarks import parts as parts_of_a_step
 
 pytest.importorskip("fairseq")
 
@@ -37,7 +39,7 @@ def run(benchmark, tmp_path, capsys):
         assert png.startswith(b"\x89PNG") and png.endswith(b"IEND\xaeB`\x82")
         record = json.loads(prefix.with_suffix(".json").read_text())
         return SimpleNamespace(
-            record=record, cells=record["cells"], printed=capsys.readouterr().out
+            record=record, cells=record["cells"], printed=one_space(capsys.readouterr().out)
         )
 
     return run
@@ -46,9 +48,9 @@ def run(benchmark, tmp_path, capsys):
 # --- Timing ---
 
 
-def test_steps_take_turns(benchmark, monkeypatch):
+def test_steps_take_turns(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: now[0])
     calls, told = [], []
 
     def step(name, seconds):
@@ -58,7 +60,7 @@ def test_steps_take_turns(benchmark, monkeypatch):
 
         return call
 
-    speeds = benchmark.training_speeds(
+    speeds = harness.training_speeds(
         {"a": step("a", 1), "b": step("b", 3)},
         turns=2,
         seconds=2,
@@ -69,7 +71,7 @@ def test_steps_take_turns(benchmark, monkeypatch):
     assert speeds == {"a": [1, 1], "b": [3, 3]}
     assert told == [{"a": 1, "b": 1}, {"a": 2, "b": 2}]
     # The median of ratios within a turn, not the ratio of medians.
-    assert benchmark.times_faster({"a": [1, 10, 2], "b": [2, 30, 8]}, "a", "b") == 3
+    assert harness.times_faster({"a": [1, 10, 2], "b": [2, 30, 8]}, "a", "b") == 3
 
 
 # --- The table and the files ---
@@ -84,7 +86,7 @@ def test_translation(benchmark, run):
         assert len(row["turns"]) == 2 and row["seconds"] == statistics.median(row["turns"])
         ratio = statistics.median(b / a for a, b in zip(talk, row["turns"]))
         assert row["talkconv_is"] == pytest.approx(ratio)
-        line = f"{name:18} {row['parameters']:12,} {row['tokens_per_second']:10,.1f}"
+        line = f"{name} {row['parameters']:,} {row['tokens_per_second']:,.1f}"
         assert line in out.printed and f"{ratio:.2f}x" in out.printed
     tokens = {round(r["tokens_per_second"] * r["seconds"]) for r in cell["results"].values()}
     assert len(tokens) == 1  # all train on the same

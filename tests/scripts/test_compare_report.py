@@ -37,7 +37,7 @@ def test_the_tables_of_the_other_tasks():
 def test_validation_curves_over_updates_and_measured_time():
     figure = validation_figure(synthetic(seeds=1))
     over_updates, over_time = figure.axes[:2]
-    assert over_time.get_ylabel() == "" and over_updates.get_ylabel() == "validation loss"
+    assert over_time.get_ylabel() == "" and over_updates.get_ylabel() == "validation loss (base 2)"
     drawn = [line.get_xydata().tolist() for line in over_updates.get_lines()]
     assert drawn == [[[100, 8], [200, 7]], [[100, 9], [200, 8]]]
     # 0.5 and 1 second an update, in minutes from two of them up.

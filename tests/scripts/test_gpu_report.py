@@ -135,7 +135,9 @@ def test_a_stop_loses_nothing(script, tmp_path):
 
 
 def test_without_matplotlib(script, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "pipeline.plots.figures", raising=False)
     monkeypatch.setattr(script, "STAGES", script.STAGES[:1])
     script.main(["--minutes", "0.2", "--out", str(tmp_path / "out")])
     assert "No picture: ModuleNotFoundError" in (tmp_path / "out/report.md").read_text()
@@ -171,7 +173,7 @@ def stages(monkeypatch):
     ("name", "rows", "columns"),
     [
         ("operator", 12, {"T", "dtype", "mode", "µs", "of a copy", "goals", "detail"}),
-        ("halves", 12, {"dtype", "mode", "windows", "µs", "times that of 31+31"}),
+        ("half_precision", 12, {"dtype", "mode", "windows", "µs", "times that of 31+31"}),
         ("windows", 12, {"dtype", "mode", "window", "µs", "times the fastest"}),
         ("calls", 16, {"T", "dtype", "mode", "way"}),
         ("rotation", 8, {"dtype", "mode", "sets", "µs", "of a copy"}),

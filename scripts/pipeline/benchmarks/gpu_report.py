@@ -1,4 +1,4 @@
-"""A GPU in one command: is the operator right there, how fast is it, and what holds it up.
+"""Report on a GPU in one command: is the operator right there, how fast, and what limits it.
 
     scripts/gpu_report.sh                     all of it, in nine minutes
     scripts/gpu_report.sh --minutes 30 --out somewhere
@@ -6,17 +6,16 @@
 
 Needs torch, CuPy, NumPy and pytest, and no set-up of the checkout. What needs more is left out, and
 the page says so. The stages run in turn, the most telling first, each in a process of its own: one
-that fails, or that a broken kernel hangs, is stopped and recorded, and the next goes on. A stage
+that fails, or that a broken kernel hangs, is stopped and recorded, and the next one runs. A stage
 has a share of the time that is left; what it does not take is for those that follow.
 
-Writes report.json, report.md and report.png, whole and anew with each row that is measured (the
-picture with each stage), so that they hold all that is known whenever this is stopped.
+Writes report.json and report.md with each row that is measured and report.png with each stage, so
+that they hold all that is known whenever this is stopped.
 """
 
 import argparse
 import collections
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -27,13 +26,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.benchmarks.gpu_stages import MARK
+from pipeline.benchmarks.gpu_stages import MARK, STAGES_COMMAND
 from pipeline.common.files import write_whole
-from pipeline.common.paths import ROOT
 
-STAGES_COMMAND = [sys.executable, ROOT / "scripts/run.py", "benchmarks.gpu_stages"]
-PLOTTED = ("of a copy", "a second", "issue slots, %")
-NAMES = ("T", "dtype", "mode", "way", "sets", "kernel")  # columns that tell rows apart
+PLOTTED = ("of a copy", "per second", "issue slots, %")
+NAMES = ("T", "dtype", "mode", "way", "sets", "kernel")  # columns that distinguish rows
 
 
 class Stage(NamedTuple):
@@ -48,14 +45,14 @@ class Stage(NamedTuple):
 STAGES = (
     Stage("correctness", "Is it right? The tests that need a GPU", 130, ("cupy", "pytest")),
     Stage("operator", "The operator beside its peers, and its goals", 140),
-    Stage("halves", "Small windows in halves", 30),
+    Stage("half_precision", "Small windows in half precision", 30),
     Stage("windows", "Large windows", 30),
     Stage("capture", "A CUDA graph captured without a warm-up", 15),
     Stage("calls", "Small calls: eager, and replays of a CUDA graph", 25),
     Stage("rotation", "Inputs that do not come from the cache", 25),
     Stage("decoding", "Decoding: tokens per second", 50, ("cupy", "fairseq")),
     Stage("training", "Training: tokens per second", 50, ("cupy", "fairseq")),
-    Stage("profile", "What holds the kernels up", 45, ("cupy", "ncu")),
+    Stage("profile", "What limits the kernels", 45, ("cupy", "ncu")),
 )
 
 
@@ -63,7 +60,7 @@ STAGES = (
 
 
 def run_stage(name, seconds, add):
-    """``(state, error)`` of a stage in a process of its own; `add` is called with each row."""
+    """Run a stage in a process of its own, calling `add` with each row: ``(state, error)``."""
     command = [*STAGES_COMMAND, name, str(seconds)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -94,7 +91,7 @@ def run_stage(name, seconds, add):
 
 
 def missing(stage, found):
-    """Why a stage is left out, or nothing."""
+    """Return why a stage is left out, or nothing."""
     absent = [name for name in stage.needs if found.get(name, "none") == "none"]
     return f"needs {' and '.join(absent)}" if absent else ""
 
@@ -104,12 +101,10 @@ def report(found, folder, end):
     record = {"environment": found, "stages": []}
     for stage in STAGES:
         why = missing(stage, found)
-        entry = {
-            "name": stage.name,
-            "title": stage.title,
-            "state": why and "left out" or "not reached",
-        }
-        record["stages"].append(entry | {"error": why, "seconds": 0, "rows": []})
+        entry = {"name": stage.name, "title": stage.title, "state": "not reached", "error": why}
+        record["stages"].append(entry | {"seconds": 0, "rows": []})
+        if why:
+            record["stages"][-1]["state"] = "left out"
     waiting = [pair for pair in zip(STAGES, record["stages"]) if not pair[1]["error"]]
     folder.mkdir(parents=True, exist_ok=True)
     for i, (stage, entry) in enumerate(waiting):
@@ -129,7 +124,7 @@ def report(found, folder, end):
         print(f"   {entry['state']} {entry['error']}", flush=True)
         try:
             plot(record, folder)
-        except Exception as error:  # whatever matplotlib lacks: the numbers are what counts
+        except Exception as error:  # also without matplotlib: the numbers are what counts
             record["picture"] = f"No picture: {error!r}"
         write(record, folder)
 
@@ -138,14 +133,14 @@ def report(found, folder, end):
 
 
 def shown(value):
-    """A value of a row as text."""
+    """Return a value of a row as text."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def table(rows):
-    """Lines of Markdown with a column for each key of the rows."""
+    """Yield lines of Markdown with a column for each key of the rows."""
     columns = list(dict.fromkeys(key for row in rows for key in row if key != "detail"))
     for cells in (columns, ["---"] * len(columns)):
         yield f"| {' | '.join(cells)} |"
@@ -155,7 +150,7 @@ def table(rows):
 
 
 def page(record):
-    """The report in Markdown, in lines."""
+    """Yield the report in Markdown, in lines."""
     yield "# What TaLK convolutions do on this GPU\n"
     yield from table([{"": key, "found": value} for key, value in record["environment"].items()])
     goals = [
@@ -181,37 +176,26 @@ def page(record):
 
 
 def write(record, folder):
-    """The JSON and the page."""
+    """Write the JSON and the page."""
     write_whole(folder / "report.json", json.dumps(record, indent=1) + "\n")
     write_whole(folder / "report.md", "\n".join(page(record)) + "\n")
 
 
 def plot(record, folder):
-    """A panel for each stage that compares with a copy, counts a second or kernels' issue slots."""
-    panels = []
-    for stage, column in itertools.product(record["stages"], PLOTTED):
-        rows = [row for row in stage["rows"] if isinstance(row.get(column), float)]
-        if rows:
-            names = [", ".join(str(row[key]) for key in row if key in NAMES) for row in rows]
-            panels.append((stage["title"], column, names, [row[column] for row in rows]))
-    import matplotlib
+    """Draw a panel for each stage that has one of the columns PLOTTED."""
+    from pipeline.plots.figures import bars_figure, save_figure
 
-    if not panels:
-        return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(panels), figsize=(7 * len(panels), 8), squeeze=False)
-    for axis, (title, column, names, values) in zip(axes[0], panels):
-        axis.barh(range(len(names)), values, tick_label=names)
-        axis.invert_yaxis()
-        axis.set(title=title, xlabel=column)
-    figure.tight_layout()
-    part = folder / "report.png.partial"
-    figure.savefig(part, dpi=100, format="png")
-    part.replace(folder / "report.png")
-    plt.close(figure)
-    record["picture"] = "![the same in bars](report.png)"
+    panels = {}
+    for stage in record["stages"]:
+        for row in stage["rows"]:
+            name = ", ".join(str(row[key]) for key in row if key in NAMES)
+            for column in PLOTTED:
+                if isinstance(row.get(column), float):
+                    bars = panels.setdefault((stage["title"], column), {})
+                    bars[f"{name} again" if name in bars else name] = row[column], []
+    if panels:
+        save_figure(bars_figure(panels, columns=len(panels)), folder / "report.png", dpi=100)
+        record["picture"] = "![the same in bars](report.png)"
 
 
 def main(arguments=None):
@@ -219,13 +203,10 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--minutes", type=float, default=9, help="the time it may take (default: 9)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("gpu_report"), help="folder to write (default: gpu_report)"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="only say what it would do")
+    add = parser.add_argument
+    add("--minutes", type=float, default=9, help="the time it may take (default: 9)")
+    add("--out", type=Path, default=Path("gpu_report"), help="folder (default: gpu_report)")
+    add("--dry-run", action="store_true", help="only say what it would do")
     args = parser.parse_args(arguments)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))

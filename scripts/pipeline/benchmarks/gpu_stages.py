@@ -1,11 +1,10 @@
-"""The stages of gpu_report.py, which runs each in a process: gpu_stages.py NAME SECONDS.
+"""The stages of gpu_report.py, which runs each in a process of its own: gpu_stages NAME SECONDS.
 
-A stage yields rows, dicts; what stands under "detail" is for the JSON alone. It is stopped from
-outside after so many seconds.
+A stage yields rows, dictionaries; what is under "detail" is for the JSON alone. gpu_report.py stops
+it after so many seconds.
 """
 
 import argparse
-import collections
 import contextlib
 import csv
 import importlib.metadata
@@ -25,6 +24,7 @@ from pathlib import Path
 
 from pipeline.common.paths import ROOT
 
+STAGES_COMMAND = [sys.executable, ROOT / "scripts/run.py", "benchmarks.gpu_stages"]
 MARK = "@gpu_report "  # begins the lines in which a stage hands over a row
 B, C, H = 10, 1024, 16  # of the paper's table; and the lengths, the most telling first
 LENGTHS = (10_000, 1000, 100_000, 100, 10)
@@ -43,7 +43,7 @@ METRICS = {  # of ncu: a column of the page, and what its number is multiplied b
 
 
 def environment(seconds):
-    """The machine and what is installed, in one row."""
+    """Yield the machine and what is installed, in one row."""
     import torch
 
     row = {"card": "none", "CUDA of torch": torch.version.cuda or "none"}
@@ -62,15 +62,15 @@ def environment(seconds):
 
 
 def version(name):
-    """Of the distribution that a module is from."""
+    """Return the version of the distribution that a module is from."""
     for distribution in (name, f"{name}-cuda12x", f"{name}-cuda13x"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)
-    return "there"
+    return "of no distribution"
 
 
 def output_of(*command):
-    """What a command prints, or nothing where it fails."""
+    """Return what a command prints, or nothing where it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -79,7 +79,7 @@ def output_of(*command):
 
 
 def correctness(seconds):
-    """The tests that need a GPU, a row for each file."""
+    """Run the tests that need a GPU: a row for each file."""
     for name in ("test_operator", "test_cuda", "test_decoding", "test_short_conv"):
         with tempfile.TemporaryDirectory() as folder:
             path, start = Path(folder, "junit.xml"), time.monotonic()
@@ -101,33 +101,34 @@ def correctness(seconds):
 
 
 def load_benchmark():
-    """``(scripts/benchmark_talk_conv.py, device)``."""
+    """Return ``(pipeline.benchmarks.operator, device)``."""
     from pipeline.benchmarks import operator as bench
 
     return bench, "cuda" if bench.torch.cuda.is_available() else "cpu"
 
 
+def cases(T, dtypes, modes, batch=None):
+    """Yield ``(row, case)`` for each dtype and mode; a row begins with them."""
+    bench, device = load_benchmark()
+    for dtype, mode in itertools.product(dtypes, modes):
+        case = bench.Case(T, batch or B, C, H, getattr(bench.torch, dtype), device)
+        yield {"dtype": dtype, "mode": mode}, case
+
+
 def operator(seconds):
-    """The operator's table with its goals, once the operator is known to be right."""
+    """Yield the operator's table with its goals, once the operator is known to be right."""
     bench, device = load_benchmark()
     dtypes = ("float32", "bfloat16")
     bench.check(dtypes, device)
     named = ("copy", "TaLK", bench.GRAPH, bench.PUBLISHED, bench.SDPA)
     bench.PEERS = {name: bench.PEERS[name] for name in named}
     args = argparse.Namespace(only="", limit=1, turns=5, device=device)
-    earlier = collections.defaultdict(dict)
-    for T, dtype in itertools.product(LENGTHS, dtypes):
-        try:
-            with bench.failures_as_unavailable():
-                case = bench.Case(T, B, C, H, getattr(bench.torch, dtype), device)
-        except bench.Unavailable as error:
-            yield {"T": T, "dtype": dtype, "error": str(error)}
-            continue
-        for mode in bench.MODES:
-            results = bench.measure(case, mode, args, earlier[dtype, mode])
-            cell = {"T": T, "dtype": dtype, "mode": mode, "results": results}
+    for cell in bench.measure_all(itertools.product(LENGTHS, dtypes), (B, C, H), args):
+        row = {key: cell[key] for key in ("T", "dtype", "mode", "error") if key in cell}
+        if "results" in cell:
+            results = cell["results"]
             ours, a_copy = results["TaLK"], results["copy"]
-            row = {"T": T, "dtype": dtype, "mode": mode, "error": ours.get("error", "")}
+            row["error"] = ours.get("error", "")
             if "seconds" in ours and "seconds" in a_copy:
                 row |= {"µs": ours["seconds"] * 1e6, "of a copy": bench.bandwidth(ours, a_copy)}
             for name, peer in list(results.items())[2:]:
@@ -136,60 +137,58 @@ def operator(seconds):
             goals = bench.goals_of([cell], device)
             words = {True: "met", False: "MISSED", None: "not measured"}
             told = [f"{words[goal['met']]}: {goal['goal'].partition(': ')[2]}" for goal in goals]
-            yield row | {"goals": "; ".join(told), "detail": {"cell": cell, "goals": goals}}
+            row |= {"goals": "; ".join(told), "detail": {"cell": cell, "goals": goals}}
+        yield row
 
 
-def in_turn(bench, device, steps):
-    """{name: seconds a step}, medians of five turns of about a twentieth of a second each."""
-    counts, turns = {}, {name: [] for name in steps}
+def measure(steps):
+    """Return {name: seconds per step}, medians of five turns of about a twentieth of a second."""
+    bench, device = load_benchmark()
+    turns = {name: [] for name in steps}
     for name, step in steps.items():
         step()
-        counts[name] = max(1, min(1000, int(0.05 / bench.seconds_of(step, 1, device))))
+        count = bench.count_for(0.05, bench.seconds_of(step, 1, device))
+        steps[name] = partial(bench.seconds_of, step, count, device)
     for _ in range(5):
         for name, step in steps.items():
-            turns[name].append(bench.seconds_of(step, counts[name], device))
+            turns[name].append(step())
     return {name: statistics.median(seconds) for name, seconds in turns.items()}
 
 
-def talk(bench, max_left, max_right):
-    """talk_conv with these windows, as a function of tensors alone."""
+def measure_windows(case, mode, windows):
+    """Return {(max_left, max_right): seconds} of talk_conv with each of the `windows`."""
+    bench, _ = load_benchmark()
 
-    def function(x, offset_left, offset_right=None):
-        return bench.talk_conv(x, offset_left, offset_right, max_left, max_right)
+    def step(left, right):
+        inputs = [case.x, case.offset_left, case.offset_right][: 3 if right else 2]
+        rest = [left, right] if right else [None, left, right]
+        return bench.iteration(lambda *tensors: bench.talk_conv(*tensors, *rest), inputs, mode)
 
-    return function
+    return measure({window: step(*window) for window in windows})
 
 
-def halves(seconds):
-    """Small windows in halves beside large ones: short windows may take a slow path."""
-    bench, device = load_benchmark()
-    for dtype, mode in itertools.product(("bfloat16", "float16"), ("forward", "backward")):
-        case = bench.Case(LONG, B, C, H, getattr(bench.torch, dtype), device)
-        inputs = bench.talk(case)[1]
-        steps = {w: bench.iteration(talk(bench, w, w), inputs, mode) for w in (31, 7, 3)}
-        times = in_turn(bench, device, steps)
-        for w, once in times.items():
-            row = {"dtype": dtype, "mode": mode, "windows": f"{w}+{w}", "µs": once * 1e6}
-            yield row | {"times that of 31+31": once / times[31]}
+def half_precision(seconds):
+    """Measure small windows in half precision beside large ones, as they may take a slow path."""
+    for row, case in cases(LONG, ("bfloat16", "float16"), ("forward", "backward")):
+        times = measure_windows(case, row["mode"], ((31, 31), (7, 7), (3, 3)))
+        for (left, right), once in times.items():
+            shown = {"windows": f"{left}+{right}", "µs": once * 1e6}
+            yield row | shown | {"times that of 31+31": once / times[31, 31]}
 
 
 def windows(seconds):
-    """Windows of 10 to 100,000 at the longest length: the goal is 1.5 times between them."""
-    bench, device = load_benchmark()
-    for dtype, mode in itertools.product(("float32", "bfloat16"), ("forward", "backward")):
-        case = bench.Case(max(LENGTHS), 1, C, H, getattr(bench.torch, dtype), device)
-        inputs, sizes = (case.x, case.offset_left), (10, 1000, 100_000)
-        steps = {w: bench.iteration(talk(bench, w, 0), inputs, mode) for w in sizes}
-        times = in_turn(bench, device, steps)
-        for w, once in times.items():
-            row = {"dtype": dtype, "mode": mode, "window": w, "µs": once * 1e6}
-            yield row | {"times the fastest": once / min(times.values())}
+    """Measure windows of 10 to 100,000 at the longest length: the goal is at most 1.5 times."""
+    for row, case in cases(max(LENGTHS), ("float32", "bfloat16"), ("forward", "backward"), 1):
+        times = measure_windows(case, row["mode"], ((10, 0), (1000, 0), (100_000, 0)))
+        for (left, _), once in times.items():
+            shown = {"window": left, "µs": once * 1e6}
+            yield row | shown | {"times the fastest": once / min(times.values())}
 
 
 def capture(seconds):
-    """A CUDA graph of the first forward and backward pass of a process: nothing is compiled yet."""
+    """Capture the first forward and backward pass of a process: nothing is compiled yet."""
     bench, device = load_benchmark()
-    function, inputs = bench.talk(bench.Case(SHORT, B, C, H, bench.torch.float32, device))
+    function, inputs = bench.peers.talk(bench.Case(SHORT, B, C, H, bench.torch.float32, device))
     inputs = [tensor.requires_grad_() for tensor in inputs]
 
     def step():
@@ -205,42 +204,44 @@ def capture(seconds):
 
 
 def calls(seconds):
-    """What a call costs where the work is small: calls from Python, and replays of a graph."""
+    """Measure a call where the work is small: calls from Python, and replays of a graph."""
     bench, device = load_benchmark()
-    for T, dtype, mode in itertools.product((10, 100), ("float32", "bfloat16"), bench.MODES[:2]):
-        case = bench.Case(T, B, C, H, getattr(bench.torch, dtype), device)
-        for name, way in (("TaLK", "eager"), (bench.GRAPH, "graph")):
-            row = {"T": T, "dtype": dtype, "mode": mode, "way": way}
-            try:
-                step, _ = bench.runner(name, *bench.talk(case), mode, device)
-            except bench.Unavailable as error:
-                yield row | {"error": str(error)}
-            else:
-                once = in_turn(bench, device, {name: step})[name]
-                yield row | {"a second": 1 / once, "µs": once * 1e6}
+    for T in (10, 100):
+        for row, case in cases(T, ("float32", "bfloat16"), bench.MODES[:2]):
+            for name, way in (("TaLK", "eager"), (bench.GRAPH, "graph")):
+                row = {"T": T, **row, "way": way}
+                try:
+                    step, _ = bench.runner(name, *bench.peers.talk(case), row["mode"], device)
+                except bench.Unavailable as error:
+                    yield row | {"error": str(error)}
+                else:
+                    once = measure({name: step})[name]
+                    yield row | {"per second": 1 / once, "µs": once * 1e6}
 
 
 def rotation(seconds):
-    """One set of inputs again and again, and eight in turn, which do not fit the cache."""
+    """Measure the same inputs again and again, and eight in turn, which do not fit the cache."""
     bench, device = load_benchmark()
-    for dtype, mode in itertools.product(("bfloat16", "float32"), ("forward", "backward")):
-        cases = [bench.Case(SHORT, B, C, H, getattr(bench.torch, dtype), device) for _ in range(8)]
-        ours = [bench.iteration(*bench.talk(case), mode) for case in cases]
-        copies = [bench.iteration(*bench.copy(case), "forward") for case in cases]
+    for row, case in cases(SHORT, ("bfloat16", "float32"), ("forward", "backward")):
+        every = [case, *(bench.Case(SHORT, B, C, H, case.dtype, device) for _ in range(7))]
+        ours = [bench.iteration(*bench.peers.talk(case), row["mode"]) for case in every]
+        copies = [bench.iteration(*bench.peers.copy(case), "forward") for case in every]
         steps = {
             (name, sets): partial(lambda turn: next(turn)(), itertools.cycle(some[:sets]))
             for name, some in (("TaLK", ours), ("copy", copies))
             for sets in (1, 8)
         }
-        times = in_turn(bench, device, steps)
+        times = measure(steps)
         for sets in (1, 8):
-            speeds = [cases[0].moves(name, mode) / times[name, sets] for name in ("TaLK", "copy")]
-            row = {"dtype": dtype, "mode": mode, "sets": sets, "µs": times["TaLK", sets] * 1e6}
-            yield row | {"of a copy": speeds[0] / speeds[1]}
+            ours, a_copy = (
+                case.moves(name, row["mode"]) / times[name, sets] for name in ("TaLK", "copy")
+            )
+            shown = {"sets": sets, "µs": times["TaLK", sets] * 1e6}
+            yield row | shown | {"of a copy": ours / a_copy}
 
 
 def from_script(name, options, seconds):
-    """The rows of another benchmark, stopped a little before this stage would be."""
+    """Yield the rows of another benchmark, stopped a little before this stage would be."""
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder, "result")
         command = [sys.executable, ROOT / "scripts" / name, *options.split(), "--output", prefix]
@@ -256,31 +257,25 @@ def from_script(name, options, seconds):
 
 
 def decoding(seconds):
-    """Beam search with a model of IWSLT's size."""
+    """Measure beam search with a model of IWSLT's size."""
     options = "--models talkconv,transformer,dynamicconv --batches 64 --beams 5 --dtype float16"
     options += f" --lengths 20,100 --turns 3 --limit {seconds / 8:.0f}"
     yield from from_script("benchmark_decoding.py", options, seconds)
 
 
 def training(seconds):
-    """Training steps with a model of IWSLT's size."""
+    """Measure training steps with a model of IWSLT's size."""
     options = "--models talkconv,transformer,dynamicconv --precisions bfloat16,float32 --turns 3"
     options += f" --batches 2 --limit {seconds / 8:.0f}"
     yield from from_script("benchmark_training.py", options, seconds)
 
 
 def profile(seconds):
-    """Occupancy, issue slots and traffic of each kernel, by ncu."""
-    workload = [
-        sys.executable,
-        ROOT / "scripts/run.py",
-        "benchmarks.gpu_stages",
-        "launches",
-        str(seconds),
-    ]
+    """Measure occupancy, issue slots and traffic of each kernel, by ncu."""
     command = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
-    command += ["--kernel-name", "regex:talk_", "--metrics", ",".join(METRICS), *workload]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    command += ["--kernel-name", "regex:talk_", "--metrics", ",".join(METRICS)]
+    done = subprocess.run([*command, *STAGES_COMMAND, "launches", str(seconds)],
+                          stdout=subprocess.PIPE, text=True)  # fmt: skip
     # After lines of ncu and of the workload: the names of the columns, their units, and the rows.
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
     rows = list(csv.DictReader(lines))[1:]
@@ -296,12 +291,11 @@ def profile(seconds):
 
 
 def launches(seconds):
-    """What ncu profiles: one forward and one backward pass in each dtype."""
-    bench, device = load_benchmark()
-    for dtype in ("float32", "bfloat16", "float16"):
-        _, inputs = bench.talk(bench.Case(LONG, B, C, H, getattr(bench.torch, dtype), device))
-        bench.iteration(talk(bench, 31, 31), inputs, "forward+backward")()
-        yield {"dtype": dtype}
+    """Make what ncu profiles: one forward and one backward pass in each dtype."""
+    bench, _ = load_benchmark()
+    for row, case in cases(LONG, ("float32", "bfloat16", "float16"), ("forward+backward",)):
+        bench.iteration(*bench.peers.talk(case), row["mode"])()
+        yield row
 
 
 def main():

@@ -1,4 +1,4 @@
-"""Reading the logs of fairseq-train and fairseq-hydra-train, in the formats simple and json."""
+"""Read the logs of fairseq's trainings: the numbers of each run over updates and wall-clock."""
 
 import ast
 import json
@@ -25,7 +25,7 @@ class _Run:
         self.forget_all()
 
     def forget_all(self):
-        """Before its first update."""
+        """Go back to before the first update."""
         self.curves, self.clock, self.clocks = {}, 0.0, {0: 0.0}
 
     def resume(self, updates):
@@ -42,13 +42,13 @@ class _Run:
         entries.append(entry)
 
     def finished(self):
-        """As `read_log` returns it."""
+        """Return the run as `read_log` does."""
         intervals, epochs = self.curves.pop("train_inner", []), self.curves.pop("train", [])
         return {"train": intervals or epochs, "valid": [], **self.curves}
 
 
 def _numbers(pairs):
-    """The pairs (name, text) that are numbers, as a dictionary."""
+    """Return the pairs (name, text) that are numbers, as a dictionary."""
     numbers = {}
     for name, value in pairs:
         try:
@@ -86,7 +86,7 @@ def statistics(line):
 
 
 def _options(line):
-    """``(save_dir, arch)`` where fairseq-train says with which options it starts, else None."""
+    """Return ``(save_dir, arch)`` where fairseq-train tells its options, else None."""
     if not (found := _OPTIONS.search(line)):
         return None
     save_dir = re.search(r"'save_dir': ('[^']*'|\"[^\"]*\")", found[0])
@@ -96,7 +96,7 @@ def _options(line):
 
 
 def _read(path):
-    """The `_Run` of each training in the log `path`, in the order of their beginnings."""
+    """Return the `_Run` of each training in the log `path`, in the order of their beginnings."""
     runs, run, options, began, base = [], None, (None, None), None, 0.0
     text = path.read_text(encoding="utf-8", errors="replace")
     for line in re.split(r"[\r\n]+", text):  # a progress bar ends with \r
@@ -149,7 +149,7 @@ def _read(path):
 
 
 def read_runs(path):
-    """The trainings in the log `path` (a file, or a folder with one): ``{name: run}``.
+    """Return the trainings in the log `path` (a file, or a folder with one): ``{name: run}``.
 
     A run is as `read_log` returns it. Names are the archs where there are several runs. A session
     that resumes a checkpoint belongs to the run that saved it; one that begins anew in the folder
@@ -182,10 +182,10 @@ def read_runs(path):
 
 
 def read_log(path):
-    """The one training in the log `path` (a file, or a folder with one).
+    """Return the one training in the log `path` (a file, or a folder with one).
 
-    Returns ``{"train": entries, "valid": entries}`` and, under its name, each further subset that
-    was validated on. An entry is a dictionary of all numbers that fairseq logged at one point, by
+    It is ``{"train": entries, "valid": entries}`` and, under its name, each further subset that was
+    validated on. An entry is a dictionary of all numbers that fairseq logged at one point, by
     fairseq's names: "loss", "ppl", "lr", "bleu", …; beside these, always,
 
     - "updates": how many there had been. They rise from entry to entry.

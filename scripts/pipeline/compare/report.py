@@ -27,7 +27,7 @@ def write_results(out, results):
     measured = any("score" in row and row["speed"] for row in results["systems"].values())
     for name, figure in figures.items():
         if measured:
-            from pipeline.plots.curves import save_figure
+            from pipeline.plots.figures import save_figure
 
             save_figure(figure(results), out / name)
         else:
@@ -171,7 +171,7 @@ def speed_figure(results):
     """Return a Figure of the score of each system over its speed in training and generation."""
     from matplotlib.figure import Figure
 
-    from pipeline.plots.curves import MARKERS, colours
+    from pipeline.plots.figures import MARKERS, colours
 
     task, systems = results["task"], results["systems"]
     figure = Figure(figsize=(11, 4.5), layout="constrained")

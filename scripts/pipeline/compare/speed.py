@@ -16,8 +16,7 @@ def measure_speeds(args, words, checkpoints):
         words: ``{system: the words after fairseq-train}``.
         checkpoints: ``{system: its averaged checkpoint}``.
     """
-    from pipeline.benchmarks.decoding import PeakMemory
-    from pipeline.benchmarks.training import training_speeds
+    from pipeline.benchmarks.harness import PeakMemory, training_speeds
 
     steps = {name: build_measured(args, words[name], checkpoints[name]) for name in words}
     _, task = configure(next(iter(words.values())))

@@ -9,8 +9,8 @@ folder with one such file, as the quick starts (log.txt) and scripts/train.sh (h
 leave it. NAME=RUN gives it a name. A log of several runs, as that of the language models' quick
 start, gives a curve for each.
 
-Loss, perplexity, the scores of the validation and the learning rate, over updates and over
-wall-clock. The thin line is training, the thick one validation.
+Draws loss, perplexity, the scores of the validation and the learning rate, over updates and over
+wall-clock. Thin lines are training; thick ones, with markers, are validation.
 
 Wall-clock is the time between the log's lines since a session began to train, so validating and
 saving count. A run that was resumed goes on with the time that it had at the checkpoint; what it
@@ -19,19 +19,17 @@ had done beyond that counts neither as updates nor as time.
 
 import argparse
 import math
-import os
 import sys
 from pathlib import Path
 
-import matplotlib
-import numpy as np
 from matplotlib.figure import Figure
 
 from pipeline.common.logs import read_runs
+from pipeline.plots.figures import add_legend, label_logarithm, looks, save_figure
 
 # How fairseq names what it logs, and how it reads on an axis.
 TITLES = {
-    "loss": "loss",
+    "loss": "loss (base 2)",  # fairseq logs bits
     "ppl": "perplexity",
     "bleu": "BLEU",
     "rouge_1": "ROUGE-1",
@@ -41,30 +39,10 @@ TITLES = {
     "accuracy": "accuracy, %",
     "lr": "learning rate",
 }
-MARKERS, LINES = "os^Dv<>P", ("-", "--", "-.", ":")
-
-# --- Drawing ---
-
-
-def colours(count):
-    """`count` colours, from dark to light in even steps, so that they differ in grey too."""
-    return [tuple(c) for c in matplotlib.colormaps["plasma"](np.linspace(0, 0.85, count))[:, :3]]
-
-
-def save_figure(figure, path, dpi=120):
-    """Write `figure` as PNG to `path`, whole or not at all."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    try:
-        figure.savefig(part, format="png", dpi=dpi)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _time_unit(seconds):
-    """``(unit, its seconds)`` that suits a time."""
+    """Return ``(unit, its seconds)`` that suits a time."""
     for unit, length in (("hours", 3600), ("minutes", 60)):
         if seconds > 2 * length:
             return unit, length
@@ -72,7 +50,7 @@ def _time_unit(seconds):
 
 
 def curves_figure(runs, keys=None):
-    """A Figure with a row for each of `keys` and two columns: over updates, over wall-clock.
+    """Return a Figure with a row for each of `keys` and two columns: over updates, over wall-clock.
 
     Args:
         runs: ``{name: run}``, a run being what `read_log` returns, or a list of such: the same
@@ -94,63 +72,38 @@ def curves_figure(runs, keys=None):
 
     figure = Figure(figsize=(11, 2.7 * len(drawn) + 0.4 + 0.25 * len(runs)), layout="constrained")
     axes = figure.subplots(len(drawn), 2, squeeze=False, sharey="row", sharex="col")
-    styles = zip(runs.items(), colours(len(runs)))
-    for number, ((name, seeds), colour) in enumerate(styles):
-        style = {"color": colour, "linestyle": LINES[number % len(LINES)]}
+    for (name, seeds), style in zip(runs.items(), looks(len(runs))):
         for run in seeds:
             for tag, curve in run.items():
-                look = {"linewidth": 0.9, "alpha": 0.8}
-                if tag != "train":
-                    marker = MARKERS[number % len(MARKERS)]
-                    look = {"linewidth": 2.2, "marker": marker, "markersize": 5}
+                look = {**style, "linewidth": 2.2, "markersize": 5}
+                what = f"{name}, validation" + ("" if tag == "valid" else f" on {tag}")
+                if tag == "train":
+                    look |= {"linewidth": 0.9, "alpha": 0.8, "marker": ""}
+                    what = f"{name}, training"
                 for key, row in zip(drawn, axes):
-                    points = [e for e in curve if key in e]
-                    if not points or (key == "lr" and tag != "train"):
-                        continue
-                    y = [e[key] for e in points]
-                    what = f"{name}, {'training' if tag == 'train' else 'validation'}"
-                    what += "" if tag in ("train", "valid") else f" on {tag}"
-                    row[0].plot([e["updates"] for e in points], y, **style, **look, label=what)
-                    hours = [e["seconds"] / length for e in points]
-                    row[1].plot(hours, y, **style, **look, label=what)
+                    points = [entry for entry in curve if key in entry]
+                    if points and (key != "lr" or tag == "train"):
+                        for axis, x, scale in zip(row, ("updates", "seconds"), (1, length)):
+                            xs = [entry[x] / scale for entry in points]
+                            axis.plot(xs, [entry[key] for entry in points], **look, label=what)
     for key, row in zip(drawn, axes):
         row[0].set_ylabel(TITLES.get(key, key))
         for axis in row:
             axis.grid(alpha=0.3)
             if key == "ppl":
-                axis.set_yscale("log")
-                axis.yaxis.set_major_formatter("{x:,.0f}")
-                _label_within_decade(axis)
+                label_logarithm(axis)
     axes[-1][0].set_xlabel("updates")
     axes[-1][0].xaxis.set_major_formatter("{x:,.0f}")
     axes[-1][1].set_xlabel(f"wall-clock, {unit}")
-    legend = {}
-    for axis in axes.flat:
-        for handle, label in zip(*axis.get_legend_handles_labels()):
-            legend.setdefault(label, handle)
-    columns = 2 if len(legend) > 1 else 1
-    figure.legend(legend.values(), legend, loc="outside lower center", ncols=columns, frameon=False)
+    add_legend(figure, axes.flat, 2)
     return figure
-
-
-def _label_within_decade(axis):
-    """A logarithmic axis of little more than a decade shows few of its powers of ten."""
-    low, high = axis.get_ylim()
-    if high < 100 * low:
-        axis.yaxis.set_minor_formatter("{x:,.0f}")
-        axis.tick_params(axis="y", which="minor", labelsize=7)
-
-
-def plot_curves(runs, path, keys=None):
-    """Write `curves_figure` of `runs` and `keys` to `path`, as PNG."""
-    save_figure(curves_figure(runs, keys), path)
 
 
 # --- The command ---
 
 
 def named_runs(arguments):
-    """``{name: run}`` of the arguments ``PATH`` and ``NAME=PATH``.
+    """Return ``{name: run}`` of the arguments ``PATH`` and ``NAME=PATH``.
 
     Raises ValueError for what cannot be read, and for a name that is given twice.
     """
@@ -183,7 +136,7 @@ def main(arguments=None):
     args = parser.parse_args(arguments)
     try:
         runs = named_runs(args.runs)
-        plot_curves(runs, args.output)
+        save_figure(curves_figure(runs), args.output)
     except (OSError, ValueError) as error:
         print(f"plot_training.py: {error}", file=sys.stderr)
         return 2

@@ -1,14 +1,13 @@
 """Where the time of a model goes, by its parts: PyTorch's profiler, added up."""
 
 import contextlib
-import os
-import sys
+from functools import partial
 
 import torch
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or every profile of torch 2.13 logs two lines
+from pipeline.benchmarks.harness import print_table
 
-# Part of a model by the last name of a module; what lies within another belongs to the inner one.
+# The part that a module belongs to, by the last of its names; the innermost one counts.
 PARTS = {
     "self_attn": "mixing over time",
     "conv": "mixing over time",
@@ -22,40 +21,41 @@ PARTS = {
     "output_projection": "vocabulary",
 }
 LAYER = "dropout, residuals, rest"
-# Likewise by the ranges that fairseq and PyTorch record.
+# Likewise for the ranges that fairseq and PyTorch record.
 RANGES = {"multiply-grads": "optimizer", "clip-grads": "optimizer", "optimizer": "optimizer"}
+
+
+def ancestors(event):
+    """Yield an event of the profiler and those that it lies in, from the inside out."""
+    while event is not None:
+        yield event
+        event = event.cpu_parent
 
 
 @contextlib.contextmanager
 def named_parts(model, **others):
     """Record a range of the profiler, "part: …", around each part of `model` and the `others`."""
+    parts = [*((module, name) for name, module in others.items()), (model, LAYER)]
+    for name, module in model.named_modules():
+        above, _, last = name.rpartition(".")
+        if last in PARTS:
+            parts.append((module, PARTS[last]))
+        elif isinstance(module, torch.nn.LayerNorm):
+            parts.append((module, "norms"))
+        elif above.endswith(".layers"):  # a search calls these, and not the model
+            parts.append((module, LAYER))
     handles, entered = [], []
 
-    def enter(name):
-        def hook(*_):
-            entered.append(torch.profiler.record_function(f"part: {name}"))
-            entered[-1].__enter__()
-
-        return hook
+    def enter(name, *_):
+        entered.append(torch.profiler.record_function(f"part: {name}"))
+        entered[-1].__enter__()
 
     def leave(*_):
         entered.pop().__exit__(None, None, None)
 
-    def wrap(module, name):
-        handles.append(module.register_forward_pre_hook(enter(name)))
+    for module, name in parts:
+        handles.append(module.register_forward_pre_hook(partial(enter, name)))
         handles.append(module.register_forward_hook(leave))
-
-    for name, module in others.items():
-        wrap(module, name)
-    wrap(model, LAYER)
-    for name, module in model.named_modules():
-        above, _, last = name.rpartition(".")
-        if last in PARTS:
-            wrap(module, PARTS[last])
-        elif isinstance(module, torch.nn.LayerNorm):
-            wrap(module, "norms")
-        elif above.endswith(".layers"):  # a search calls these, and not the model
-            wrap(module, LAYER)
     try:
         yield
     finally:
@@ -64,11 +64,11 @@ def named_parts(model, **others):
 
 
 def profile(run, steps, model, **others):
-    """``{part: {"forward": ms, "backward": ms, "operators": {name: ms}}}`` of a step.
+    """Return ``{part: {"forward": ms, "backward": ms, "operators": {name: ms}}}`` per step.
 
     Times are of the operators themselves: on a GPU of its kernels, else of the CPU, where a part
     also has the time of Python between them. An operator of the backward pass belongs to the part
-    whose forward operator it undoes.
+    with the forward operator whose gradient it computes.
 
     Args:
         run: does so many `steps`; it is called twice, and measured once.
@@ -85,11 +85,6 @@ def profile(run, steps, model, **others):
     # Kernels and ranges of a GPU are events as well: they already count in the CPU's operators.
     events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CPU]
     kernels = len(activities) > 1
-
-    def ancestors(event):
-        while event is not None:
-            yield event
-            event = event.cpu_parent
 
     undone = {}  # sequence number of autograd -> part of the forward operator
     parts = {}
@@ -119,23 +114,25 @@ def profile(run, steps, model, **others):
 
 
 def print_profile(title, rows, top=5):
-    """The parts of a step, the longest first, each with the operators that take longest."""
-    total = sum(row["forward"] + row["backward"] for row in rows.values())
+    """Print the parts of a step, the longest first, with the `top` operators of each."""
+    sums = {part: row["forward"] + row["backward"] for part, row in rows.items()}
+    total = sum(sums.values())
     if not total:
         print(f"\n{title}: the profiler saw no time (on a GPU it needs CUPTI)")
         return
-    print(f"\n{title}: {total:,.1f} ms a step")
-    print(f"  {'':26} {'forward':>9} {'backward':>9} {'share':>6}  operators, ms")
-    for part, row in sorted(rows.items(), key=lambda i: -i[1]["forward"] - i[1]["backward"]):
+    lines = {}
+    for part in sorted(rows, key=sums.get, reverse=True):
+        row = rows[part]
         longest = sorted(row["operators"].items(), key=lambda item: -item[1])[:top]
-        words = ", ".join(f"{short_name(op)} {ms:.1f}" for op, ms in longest)
-        share = (row["forward"] + row["backward"]) / total
-        print(f"  {part:26} {row['forward']:9.1f} {row['backward']:9.1f} {share:6.1%}  {words}")
-    sys.stdout.flush()
+        operators = ", ".join(f"{short_name(op)} {ms:.1f}" for op, ms in longest)
+        times = f"{row['forward']:.1f}", f"{row['backward']:.1f}"
+        lines[part] = *times, f"{sums[part] / total:.1%}", operators
+    headers = "forward", "backward", "share"
+    print_table(f"{title}: {total:,.1f} ms per step", headers, lines, ["operators, ms"])
 
 
 def short_name(operator):
-    """An operator's name without what all have."""
+    """Return an operator's name without what all have."""
     if operator.startswith("part: "):
         return "Python"
     return operator.removeprefix("aten::").replace(

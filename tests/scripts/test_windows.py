@@ -1,4 +1,4 @@
-"""scripts/plot_windows.py and plot_training.py: what is drawn, by the artists of their figures."""
+"""scripts/plot_windows.py: what is drawn, by the artists of its figures."""
 
 import functools
 import json
@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_rgb
+from matplotlib.image import imread
 
 import published
-from conftest import write_dictionaries
+from conftest import lightness_margin, write_dictionaries
 
 pytest.importorskip("fairseq")
 
@@ -21,9 +21,8 @@ from fairseq import checkpoint_utils, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 
-from pipeline.plots import curves as plot_training
+from pipeline.plots import heads
 from pipeline.plots import windows as plot_windows
-from pipeline.plots.curves import colours, curves_figure, read_log, read_runs
 from talk_fairseq import talk_conv_reference
 
 WORDS = 97
@@ -73,8 +72,8 @@ def checkpoints(data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def load():
-    """plot_windows.load, once for each checkpoint and folder."""
-    return functools.cache(plot_windows.load)
+    """heads.load, once for each checkpoint and folder."""
+    return functools.cache(heads.load)
 
 
 @pytest.fixture
@@ -163,7 +162,7 @@ def test_bars_are_the_windows(name, checkpoints, data, load):
     model, task = load(checkpoints[name], data)
     translator = name != "language model"
     texts = (TEXT, TARGET) if translator else (TARGET,)
-    seen = plot_windows.look_at_sentence(model, task, plot_windows.Cutter(), *texts)
+    seen = heads.look_at_sentence(model, task, heads.Cutter(), *texts)
     source = [*number(TEXT), 2] if translator else None
     ends = expected_ends(model, source, [2, *number(TARGET)])
     assert list(seen) == list(ends) == (["encoder", "decoder"] if translator else ["decoder"])
@@ -189,7 +188,7 @@ def test_bars_are_the_windows(name, checkpoints, data, load):
 def test_a_word_is_covered_by_what_it_counts(checkpoints, data, load):
     """Over each word's width, the share under the bar is its weight in the operator's sum."""
     model, task = load(checkpoints["wmt"], data)
-    seen = plot_windows.look_at_sentence(model, task, plot_windows.Cutter(), TEXT, TARGET)
+    seen = heads.look_at_sentence(model, task, heads.Cutter(), TEXT, TARGET)
     _, layers = seen["encoder"]
     layer = layers[1]
     T, H = layer.a_l.shape
@@ -221,8 +220,8 @@ def test_files_of_our_checkpoint(run, checkpoints, data, load):
     assert written == ["w.decoder.png", "w.encoder.png", "w.json"]
     assert record["checkpoint"] == str(checkpoints["ours"])
     published_model = load(checkpoints["iwslt"], data)
-    cutter = plot_windows.Cutter()
-    seen = plot_windows.look_at_sentence(*published_model, cutter, TEXT, TARGET)
+    cutter = heads.Cutter()
+    seen = heads.look_at_sentence(*published_model, cutter, TEXT, TARGET)
     for side, windows in seen.items():
         assert record[side] == plot_windows.sentence_record(*windows)
     model, _ = load(checkpoints["ours"], data)
@@ -237,10 +236,70 @@ def test_files_of_our_checkpoint(run, checkpoints, data, load):
     assert limits == [(1, 1), (3, 3), (7, 7), (15, 15)]
 
 
+VARIANT = """
+import torch
+from fairseq.models import register_model
+
+from talk_fairseq.models.talkconv import TaLKConvConfig, TaLKConvModel, register_archs
+from talk_fairseq.modules import TaLKConv
+
+
+class HalfWindow(TaLKConv):
+    def predict_offsets(self, x):
+        half = torch.full((*x.shape[:2], self.heads), 0.5)
+        return half, half if self.max_right else None
+
+
+@register_model("half_window", dataclass=TaLKConvConfig)
+class HalfWindowModel(TaLKConvModel):
+    @classmethod
+    def build_model(cls, cfg, task):
+        model = super().build_model(cfg, task)
+        for layer in (*model.encoder.layers, *model.decoder.layers):
+            layer.self_attn.conv.__class__ = HalfWindow
+        return model
+
+
+register_archs("half_window", {"half_window_iwslt": {}})
+"""
+
+
+def test_a_variant_of_ones_own(run, checkpoints, tmp_path, monkeypatch):
+    """Its checkpoint says only the name of its model, which --user-dir has."""
+    package = tmp_path / "half_window"
+    package.mkdir()
+    (package / "__init__.py").write_text(VARIANT)
+    state = torch.load(checkpoints["ours"], weights_only=False)
+    state["cfg"]["model"] |= {"_name": "half_window", "arch": "half_window_iwslt"}
+    torch.save(state, tmp_path / "variant.pt")
+    monkeypatch.syspath_prepend(tmp_path)  # undone at the end
+    monkeypatch.setattr(plot_windows, "load", heads.load)
+    arguments = (tmp_path / "variant.pt", "--text", TEXT, "--target", TARGET)
+    status, printed, written, _ = run(*arguments)
+    assert status == 2 and written == [] and "--user-dir" in printed.err
+    status, printed, _, _ = run(*arguments, "--user-dir", tmp_path / "gone")
+    assert status == 2 and "--user-dir: expected a folder" in printed.err
+    status, printed, written, record = run(*arguments, "--user-dir", package)
+    assert status == 0, printed.err
+    for layer in record["encoder"]["layers"]:
+        for head in layer["heads"]:
+            assert head["a_l"] == [max(0, t - layer["max_left"] / 2) for t in range(15)]
+
+
+def test_no_empty_space_around_a_picture(run, tmp_path):
+    run("ours", "--text", TEXT, "--target", TARGET)
+    for side in ("encoder", "decoder"):
+        drawn = imread(tmp_path / f"out/w.{side}.png")[..., :3].min(-1) < 1
+        height, width = drawn.shape
+        rows, columns = np.flatnonzero(drawn.any(1)), np.flatnonzero(drawn.any(0))
+        edges = rows[0], height - rows[-1], columns[0], width - columns[-1]
+        assert max(edges) < 30  # a quarter of an inch
+
+
 def test_without_a_target_the_translation(checkpoints, data, load):
     """The decoder is then given what the beam search finds the best."""
     model, task = load(checkpoints["iwslt"], data)
-    tokens, _ = plot_windows.look_at_sentence(model, task, plot_windows.Cutter(), TEXT)["decoder"]
+    tokens, _ = heads.look_at_sentence(model, task, heads.Cutter(), TEXT)["decoder"]
     assert tokens[0] == "</s>"
     given = [task.target_dictionary.index(token) for token in tokens]
 
@@ -273,7 +332,7 @@ def random_layer(T, H, max_left, max_right=0, seed=0):
     left, right = np.random.default_rng(seed).random((2, T, H))
     conv = Namespace(max_left=max_left, max_right=max_right)
     offset_right = torch.tensor(right)[:, None] if max_right else None
-    return plot_windows.layer_of(conv, torch.tensor(left)[:, None], offset_right)
+    return heads.layer_of(conv, torch.tensor(left)[:, None], offset_right)
 
 
 VERSE = (
@@ -335,9 +394,7 @@ def test_reach_counts(run, checkpoints, data, load, tmp_path):
                 for t in range(len(a_l)):
                     reached.setdefault((side, n, "left"), []).extend(t - a_l[t])
                     reached.setdefault((side, n, "right"), []).extend(a_r[t] - t)
-    reaches = plot_windows.reach_over_corpus(
-        model, task, plot_windows.Cutter(), *map(list, zip(*sentences))
-    )
+    reaches = heads.reach_over_corpus(model, task, heads.Cutter(), *map(list, zip(*sentences)))
     axes = iter(plot_windows.reach_figure(reaches).axes)
     for side, layers in reaches.items():
         assert record["reach"][side] == plot_windows.reach_record(layers)
@@ -372,7 +429,7 @@ def test_reach_counts(run, checkpoints, data, load, tmp_path):
 def test_without_targets_the_encoder_alone(checkpoints, data, load):
     for name, side in (("iwslt", "encoder"), ("language model", "decoder")):
         model = load(checkpoints[name], data)
-        reaches = plot_windows.reach_over_corpus(*model, plot_windows.Cutter(), [TARGET])
+        reaches = heads.reach_over_corpus(*model, heads.Cutter(), [TARGET])
         assert list(reaches) == [side]
 
 
@@ -420,234 +477,8 @@ def test_refusals(arguments, message, run, tmp_path):
     assert re.search(message, printed.err), printed.err
 
 
-# --- Colours in grey ---
-
-
-def lightness(colour):
-    """CIE L* of a colour, 0 for black and 100 for white."""
-    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour))
-    Y = 0.2126 * r + 0.7152 * g + 0.0722 * b
-    return 116 * Y ** (1 / 3) - 16 if Y > 0.008856 else 903.3 * Y
-
-
 def test_colours_survive_greyscale():
-    def margin(some):
-        grey = sorted(map(lightness, some))
-        return min(b - a for a, b in zip(grey, grey[1:]))
-
     figure = plot_windows.windows_figure(["w"] * 5, [random_layer(5, 2, 3, 3)], "")
     drawn = [tuple(c.get_facecolor()[0, :3]) for c in figure.axes[0].collections]
     assert len(set(drawn)) == 4
-    assert margin(drawn) > 15 and margin([*drawn, "white"]) > 8
-    for count in range(2, 9):
-        assert margin(colours(count)) > 60 / count - 1
-        assert lightness(colours(count)[-1]) < 85  # beside white paper
-
-
-# --- Logs and curves ---
-
-STARTS = (
-    "{'_name': None, 'common': {'_name': None}, 'checkpoint': {'_name': None, 'save_dir': "
-    "'%s'}, 'model': {'_name': '%s', 'dropout': 0.1}}"
-)
-NONE = "No existing checkpoint found runs/checkpoint_last.pt"
-LOADED = "Loaded checkpoint %s/checkpoint_last.pt (epoch 1 @ %d updates)"
-SAVED = "Saved checkpoint %s/checkpoint_last.pt (epoch 1 @ %d updates, score 1) (writing took 1 s)"
-
-
-class Log:
-    """Writes the lines of fairseq-train, each with a time, in one of its formats."""
-
-    def __init__(self, style="simple"):
-        self.style, self.lines = style, []
-
-    def say(self, second, message, logger="fairseq.trainer"):
-        time = f"2024-02-03 04:{second // 60:02d}:{second % 60:02d}"
-        if self.style == "hydra":
-            self.lines.append(f"[{time},250][{logger}][INFO] - {message}")
-        else:
-            self.lines.append(f"{time} | INFO | {logger} | {message}")
-
-    def start(self, second, folder="runs/a", arch="talkconv", loaded=None):
-        self.say(second, STARTS % (folder, arch), "fairseq_cli.train")
-        self.say(second, LOADED % loaded if loaded else NONE)
-        self.say(second, "begin training epoch 1")
-
-    def train(self, second, updates, loss):
-        values = {"loss": loss, "ppl": round(2**loss, 2), "num_updates": updates, "lr": 0.5}
-        values = {key: str(value) for key, value in {**values, "wall": 0}.items()}
-        if self.style == "json":
-            values = json.dumps({"epoch": 1, "update": 0.5, **values})
-        else:
-            values = ", ".join(f"{key}={value}" for key, value in values.items())
-            values = f"epoch 001: {updates:6d} / 90 {values}"
-        self.say(second, values, "train_inner")
-
-    def epoch(self, second, tag, updates, loss, **others):
-        values = {"loss": loss, "ppl": round(2 ** float(loss), 2), **others}
-        values["num_updates"] = updates
-        if self.style == "json":
-            values = {f"{tag}_{key}": str(value) for key, value in values.items()}
-            values = json.dumps({"epoch": 1, **values})
-        else:
-            on = "" if tag == "train" else f"valid on '{tag}' subset | "
-            values = f"epoch 001 | {on}" + " | ".join(f"{k} {v}" for k, v in values.items())
-        self.say(second, values, tag)
-
-    def write(self, path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{line}\n" for line in self.lines))
-        return path
-
-
-def resumed(style="simple"):
-    """A run that was killed after update 40, and resumed a minute later from update 20."""
-    log = Log(style)
-    log.start(10)
-    log.train(15, 10, 9.0)
-    log.train(20, 20, 8.0)
-    log.epoch(26, "valid", 20, 8.5, bleu=3.5)
-    log.say(28, SAVED % ("runs/a", 20), "fairseq.checkpoint_utils")
-    log.train(33, 30, 7.0)
-    log.train(38, 40, 6.0)
-    log.start(100, loaded=("runs/a", 20))
-    log.train(104, 35, 7.5)
-    log.train(109, 40, 6.5)
-    log.epoch(111, "valid", 40, 6.75, bleu=12.25)
-    log.epoch(112, "train", 40, 7.75)
-    return log
-
-
-def points(entries, *keys):
-    return [tuple(entry[key] for key in keys) for entry in entries]
-
-
-@pytest.mark.parametrize("style", ["simple", "json", "hydra"])
-def test_a_resumed_log_is_one_run(style, tmp_path):
-    run = read_log(resumed(style).write(tmp_path / "run" / "log.txt"))
-    assert list(run) == ["train", "valid"]
-    # The second session goes on with the 18 seconds at which its checkpoint was there.
-    train = [(10, 5, 9.0), (20, 10, 8.0), (35, 22, 7.5), (40, 27, 6.5)]
-    assert points(run["train"], "updates", "seconds", "loss") == train
-    assert points(run["train"], "ppl", "lr") == [(round(2**loss, 2), 0.5) for *_, loss in train]
-    valid = [(20, 16, 8.5, 3.5), (40, 29, 6.75, 12.25)]
-    assert points(run["valid"], "updates", "seconds", "loss", "bleu") == valid
-    assert read_log(tmp_path / "run") == run
-
-
-def test_curves_are_the_log(tmp_path):
-    a = read_log(resumed().write(tmp_path / "a.log"))
-    other = Log()
-    other.start(0)
-    other.epoch(200, "train", 50, 5.0)
-    other.epoch(400, "train", 100, 4.0)
-    b = read_log(other.write(tmp_path / "b.log"))
-    figure = curves_figure({"TaLK": [a, a], "other": b})
-    rows = ("loss", "perplexity", "BLEU")
-    assert [axis.get_ylabel() for axis in figure.axes[::2]] == [*rows, "learning rate"]
-    assert figure.axes[-1].get_xlabel() == "wall-clock, minutes"
-    for axis, key, x, unit in (
-        (figure.axes[0], "loss", "updates", 1),
-        (figure.axes[3], "ppl", "seconds", 60),
-        (figure.axes[4], "bleu", "updates", 1),
-    ):
-        curves = [("TaLK, training", a["train"])] * 2 + [("TaLK, validation", a["valid"])] * 2
-        curves = [c for c in (*curves, ("other, training", b["train"])) if key in c[1][0]]
-        drawn = sorted(axis.lines, key=lambda line: line.get_label())
-        assert [line.get_label() for line in drawn] == [label for label, _ in curves]
-        for line, (_, entries) in zip(drawn, curves):
-            assert np.allclose(line.get_xydata(), [(e[x] / unit, e[key]) for e in entries])
-    looks = {(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}
-    assert len(looks) == 2  # a look for each name
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert sorted(legend) == ["TaLK, training", "TaLK, validation", "other, training"]
-    only = curves_figure({"TaLK": a}, keys=["bleu"])
-    assert [axis.get_ylabel() for axis in only.axes] == ["BLEU", ""]
-    with pytest.raises(ValueError, match="^keys: expected some of what was logged, got rouge_1$"):
-        curves_figure({"TaLK": a}, keys=["rouge_1"])
-    with pytest.raises(ValueError, match="^runs: expected at least one run, got none$"):
-        curves_figure({})
-
-
-def two_runs():
-    """What the quick start of the language models leaves: two legs of each of two models."""
-    log = Log()
-    for start, arch in ((0, "transformer_lm"), (100, "talkconv_lm")):
-        log.start(start, f"q/{arch}/steady", arch)
-        log.train(start + 10, 10, 9.0)
-        log.say(start + 11, SAVED % (f"q/{arch}/steady", 10))
-        log.start(start + 20, f"q/{arch}/falling", arch, loaded=(f"q/{arch}/steady", 10))
-        log.train(start + 24, 20, 7.0)
-    return log
-
-
-def test_a_log_of_two_runs(tmp_path):
-    path = two_runs().write(tmp_path / "quick" / "log.txt")
-    runs = read_runs(path)
-    assert list(runs) == ["transformer_lm", "talkconv_lm"]
-    for run in runs.values():
-        assert points(run["train"], "updates", "seconds") == [(10, 10), (20, 15)]
-        assert run["valid"] == []
-    with pytest.raises(ValueError, match="expected the log of one run, got those of transformer_l"):
-        read_log(path)
-
-
-def test_a_run_begun_anew_replaces_the_first(tmp_path):
-    log = Log()
-    log.start(0)
-    log.train(10, 10, 9.0)
-    log.start(20)
-    log.train(25, 10, 8.0)
-    log.epoch(30, "train", 12, 8.5)
-    run = read_log(log.write(tmp_path / "log.txt"))
-    assert points(run["train"], "updates", "seconds", "loss") == [(10, 5, 8.0)]
-
-
-def test_epochs_subsets_and_logs_without_times(tmp_path):
-    log = Log()
-    log.start(0)
-    log.epoch(9, "valid", 10, 9.0)
-    log.epoch(9, "valid1", 10, 8.0)
-    log.epoch(10, "train", 10, "nan", wall=11)
-    run = read_log(log.write(tmp_path / "log.txt"))
-    assert points(run["valid1"], "updates", "loss") == [(10, 8.0)]
-    assert points(run["train"], "updates", "seconds") == [(10, 10)]
-    assert math.isnan(run["train"][0]["loss"])
-    bare = "\n".join(line.split(" | ", 3)[3] for line in log.lines)  # as --log-file leaves it
-    (tmp_path / "bare.log").write_text(bare)
-    run = read_log(tmp_path / "bare.log")
-    assert run["train"][0]["seconds"] == 11 and math.isnan(run["valid"][0]["seconds"])
-    curves_figure({"bare": run})
-
-
-def test_plot_training_command(tmp_path, capsys):
-    first = resumed().write(tmp_path / "first" / "log.txt")
-    two_runs().write(tmp_path / "two" / "log.txt")
-    output = tmp_path / "out" / "curves.png"
-    arguments = [str(first), f"second={first.parent}", str(tmp_path / "two")]
-    assert plot_training.main([*arguments, "--output", str(output)]) == 0
-    names = "first, second, two transformer_lm, two talkconv_lm"
-    assert capsys.readouterr().out == f"written: {output} of {names}\n"
-    assert output.read_bytes().endswith(b"IEND\xaeB`\x82")
-    assert [path.name for path in output.parent.iterdir()] == ["curves.png"]
-
-
-@pytest.mark.parametrize(
-    "runs, message",
-    [
-        (["gone"], "expected a log or a folder with one, got no such file"),
-        (["empty.log"], "expected a log of fairseq-train in the formats simple or json, got none"),
-        (["."], "expected one log of fairseq-train in the folder, got none"),
-        (["both"], r"expected one log of fairseq-train in the folder, got a.log and log.txt"),
-        (["both/log.txt", "both=both/a.log"], "RUN: expected different names, got 'both' twice"),
-    ],
-)
-def test_plot_training_refusals(runs, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty.log").write_text("nothing\n")
-    for name in ("a.log", "log.txt"):
-        resumed().write(tmp_path / "both" / name)
-    assert plot_training.main([*runs, "--output", "curves.png"]) == 2
-    error = capsys.readouterr().err
-    assert message in error and len(error.splitlines()) == 1
-    assert not (tmp_path / "curves.png").exists()
+    assert lightness_margin(drawn) > 15 and lightness_margin([*drawn, "white"]) > 8
