@@ -53,6 +53,15 @@ class Folder:
         self.check()
         if self.settings.exists() and not restart:
             settings = self._merged(settings, growing)
+        self.acquire()
+        if restart:
+            for pattern in (*self.made, self.settings.name):
+                for path in list(self.path.glob(pattern)):
+                    remove(path)
+        write_json(self.settings, settings)
+
+    def acquire(self):
+        """Make and lock the folder. Raises BadInput if another run holds the lock."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock = open(self.path / "lock", "a")
         try:
@@ -63,11 +72,6 @@ class Folder:
                 f"{self.option}: another {self.what}, or a command of one that was killed, is "
                 f"running in {self.path}; wait for it or choose another folder"
             ) from None
-        if restart:
-            for pattern in (*self.made, self.settings.name):
-                for path in list(self.path.glob(pattern)):
-                    remove(path)
-        write_json(self.settings, settings)
 
     def _merged(self, settings, growing):
         """`settings` with the entries of `growing` that were there. Raises BadInput."""

@@ -127,6 +127,29 @@ def without_sentence_tags(line):
     return " ".join(re.sub("</?t>", " ", line).split())
 
 
+# --- Writing ---
+
+
+class Writer:
+    """Text files of one split, written side by side."""
+
+    def __init__(self, paths):
+        self.paths, self.lines = paths, 0
+
+    def __enter__(self):
+        self.files = [open(path, "w", encoding="utf-8", newline="\n") for path in self.paths]
+        return self
+
+    def write(self, lines):
+        self.lines += 1
+        for file, line in zip(self.files, lines):
+            file.write(line + "\n")
+
+    def __exit__(self, *error):
+        for file in self.files:
+            file.close()
+
+
 # --- Tokenising and cleaning ---
 
 
@@ -178,35 +201,30 @@ def is_kept(source, target, longest, ratio):
 # --- Subwords ---
 
 
-def learn_pieces(lines, size, model, most_lines):
-    """Write `model`, a SentencePiece BPE of at most `size` pieces beside the unknown one.
+def learn_pieces(lines, size, path, **options):
+    """Write `path`, a SentencePiece BPE of at most `size` pieces, and return the model.
 
-    Learns from `most_lines` lines at random. Few lines give fewer pieces. Raises ValueError if it
-    cannot be learnt.
+    Few lines give fewer pieces. `options` are those of SentencePiece's trainer. Raises ValueError
+    if it cannot be learnt.
     """
     import sentencepiece
 
-    sentencepiece.set_random_generator_seed(1)
-    with open(model, "wb") as file:
+    sentencepiece.set_random_generator_seed(1)  # draws the lines, where not all are read
+    with open(path, "wb") as file:
         try:
             sentencepiece.SentencePieceTrainer.train(
                 sentence_iterator=iter(lines),
                 model_writer=file,
                 model_type="bpe",
-                vocab_size=size + 1,
+                vocab_size=size,
                 hard_vocab_limit=False,
-                bos_id=-1,
-                eos_id=-1,
-                # Rarer characters stay whole, and enter the dictionary if it has room.
-                character_coverage=0.9995,
                 normalization_rule_name="identity",  # the references are not normalised either
-                input_sentence_size=most_lines,
-                shuffle_input_sentence=True,
-                max_sentence_length=1_000_000,  # bytes; what is longer would not be learnt from
                 minloglevel=2,
+                **options,
             )
         except RuntimeError as error:  # for one, fewer pieces than the text has characters
             raise ValueError(f"SentencePiece: {error}") from None
+    return sentencepiece.SentencePieceProcessor(model_file=str(path))
 
 
 @functools.cache
