@@ -22,7 +22,7 @@ from pipeline.data.text import (
 
 
 def write_plain(prep, _, folder):
-    """``{train,valid,test}.LANG``, a sentence a line as it stands, out of the published files."""
+    """Write ``{train,valid,test}.LANG``, one sentence per line, from the published files."""
     locations = locate(prep)
     benchmark = prep.benchmark
     wanted = set(benchmark.files)
@@ -56,7 +56,7 @@ def write_plain(prep, _, folder):
 
 
 def locate(prep):
-    """The folders and files of ``--data``; an address is downloaded."""
+    """Return the folders and files of ``--data``; what is an address is downloaded."""
     locations = []
     for place in prep.args.data:
         if URL.match(place):
@@ -89,7 +89,7 @@ def read_part(prep, part, paths, writer):
 
 
 def write_stories(prep, lists, locations, folder):
-    """CNN-DM's plain text out of its story files, in the order of the lists of addresses.
+    """Write CNN-DM's plain text from its story files, in the order of the lists of addresses.
 
     A story's file is named by the SHA-1 of its address. The stories of all lists go to one file
     first, as they come, since an archive can only be read in its own order.

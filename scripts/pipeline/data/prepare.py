@@ -108,7 +108,7 @@ class Preparation:
         print(f"warning: {message}", file=sys.stderr)
 
     def go_through(self, function, pairs, title, lines):
-        """`in_parallel` with a bar."""
+        """Return `in_parallel` of `lines` pairs with a progress bar."""
         return tqdm(
             in_parallel(function, pairs, self.args.workers),
             desc=title,
@@ -119,17 +119,17 @@ class Preparation:
         )
 
     def languages_of(self, folder, prefix, split):
-        """The paths of a split in a stage's folder, one a language."""
+        """Return the paths of a split in a stage's folder, one a language."""
         return [folder / f"{prefix}{split}.{lang}" for lang in self.benchmark.languages]
 
     def pairs(self, folder, prefix, split):
-        """Its lines, side by side."""
+        """Yield the lines of a split, side by side."""
         paths = self.languages_of(folder, prefix, split)
         return pairs_of(*map(lines_of, paths), [path.name for path in paths])
 
 
 def keep(prep, previous, folder, *prefixes):
-    """Hand on the references of an earlier stage: small files, for scoring."""
+    """Copy the references of an earlier stage: small files, for scoring."""
     for prefix in prefixes:
         for split in ("valid", "test"):
             for path in prep.languages_of(previous, prefix, split):
@@ -141,7 +141,7 @@ def keep(prep, previous, folder, *prefixes):
 
 
 def write_tokenized(prep, previous, folder):
-    """``tokenized.{train,valid,test}.LANG``; the training data cleaned, if tokens are to count."""
+    """Write ``tokenized.{train,valid,test}.LANG``, and clean by tokens where that is asked."""
     benchmark = prep.benchmark
     languages = benchmark.moses or benchmark.languages
     keep(prep, previous, folder, "")
@@ -190,7 +190,7 @@ def without_double_spaces(pairs):
 
 
 def check_cleaned(prep):
-    """The training data after cleaning, beside the published number of pairs."""
+    """Check the training data after cleaning against the published number of pairs."""
     lines = prep.prepared["lines"]
     if lines["train"] == 0:
         raise ValueError("expected pairs to train on, got none after cleaning")
@@ -208,7 +208,7 @@ def check_cleaned(prep):
 
 
 def write_pieces(prep, previous, folder):
-    """``sentencepiece.model``, learnt of both languages, and all splits as ``pieces.…``."""
+    """Write ``sentencepiece.model``, learnt of both languages, and all splits as ``pieces.…``."""
     keep(prep, previous, folder, "", "tokenized.")
     model = folder / "sentencepiece.model"
     print("learning the pieces", file=sys.stderr, flush=True)
@@ -237,7 +237,7 @@ def write_pieces(prep, previous, folder):
 
 
 def copy_pretokenized(prep, _, folder):
-    """Pieces of subword-nmt as they are, and the tokens they stand for, in place of all stages."""
+    """Write pieces of subword-nmt unchanged, and their tokens, in place of the earlier stages."""
     given = Path(prep.args.pretokenized)
     prep.prepared["subwords"] = "subword_nmt"
     published = published_lines(prep.benchmark)
@@ -266,7 +266,7 @@ def copy_pretokenized(prep, _, folder):
 
 
 def dictionaries(prep):
-    """The dictionaries to use in place of new ones, one a language; or none."""
+    """Return the dictionaries to use in place of new ones, one a language; or none."""
     if prep.args.dict:
         return [Path(prep.args.dict)] * len(prep.benchmark.languages)
     if prep.args.pretokenized:
@@ -282,7 +282,7 @@ def dictionaries(prep):
 
 
 def binarize(prep, previous, folder):
-    """What fairseq-preprocess makes, the references, and ``prepared.json``."""
+    """Write what fairseq-preprocess makes, and the references."""
     console = logging.StreamHandler()
     console.addFilter(lambda record: isinstance(record.msg, str))  # not a screenful of options
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[console])
