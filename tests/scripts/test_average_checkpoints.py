@@ -144,8 +144,11 @@ def test_broken_files_are_named(tmp_path):
     cut.write_bytes(Path(good).read_bytes()[:900])
     line = refusal(tmp_path, good, cut)
     assert f"in {cut}, got a truncated or foreign file" in line
-    with pytest.raises(SystemExit, match="absent.pt"):
-        averaged(tmp_path, good, tmp_path / "absent.pt")
+    line = refusal(tmp_path, good, tmp_path / "absent.pt")
+    assert "absent.pt, got no such file (*.pt there: cut.pt, good.pt)" in line
+    assert "nowhere/a.pt, got no such file (*.pt there: none)" in refusal(
+        tmp_path, tmp_path / "nowhere/a.pt"
+    )
     assert not list(tmp_path.glob("averaged.pt*"))
 
 

@@ -1,5 +1,6 @@
 """The recipes under configs/: the numbers of the papers' rows, and the models that they build."""
 
+import contextlib
 import re
 import warnings
 from itertools import chain
@@ -15,10 +16,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import talk_fairseq  # noqa: F401
-from pipeline.recipes import train
-from pipeline.recipes.train import CONFIGS
+from pipeline.common.paths import CONFIGS
+from pipeline.recipes import config as configs
 
-NAMES = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.glob("*/*.yaml"))
+NAMES = configs.rows()
 
 # What the papers and the published commands say. Each row is the arch, its dropouts in the order of
 # DROPOUTS, beam and length penalty, and what differs from the rest of its benchmark: options of the
@@ -321,17 +322,43 @@ def header(name):
 
 def test_every_config_is_a_row_and_every_row_a_config():
     assert sorted(ROWS) == NAMES
+    assert not any(name.startswith("verses/") for name in NAMES)
     assert not [path for path in CONFIGS.rglob("*.yaml") if path.parent.parent != CONFIGS]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hyperparameters(name):
-    config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    """A row's YAML and its arch together say what the table does, and the YAML nothing else."""
+    config = OmegaConf.load(CONFIGS / f"{name}.yaml")
     assert "defaults" not in config
+    resolved = configs.resolved(config)
     # repr: 1 is not True, and 1e-7, which YAML reads as text, is not 1.0e-7
-    assert {key: repr(value) for key, value in flat(config).items()} == {
+    assert {key: repr(resolved.get(key, "nothing")) for key in ROWS[name]} == {
         key: repr(value) for key, value in ROWS[name].items()
     }
+    assert configs.flat(config).keys() <= ROWS[name].keys()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_yaml_repeats_its_arch(name):
+    """But for the kind of convolution, by which LightConv and DynamicConv differ."""
+    config = OmegaConf.load(CONFIGS / f"{name}.yaml")
+    resolved = configs.resolved(config)
+    for key in config.model.keys() - {"_name", "encoder_conv_type", "decoder_conv_type"}:
+        without = OmegaConf.masked_copy(config.model, config.model.keys() - {key})
+        with contextlib.suppress(AttributeError, AssertionError):  # of an arch that needs the key
+            same = configs.resolved(OmegaConf.create({**config, "model": without})) == resolved
+            assert not same, key
+
+
+@pytest.mark.parametrize("name", ["iwslt14_de_en/talkconv", "wikitext103/transformer"])
+def test_what_is_resolved_is_what_is_built(name):
+    built = composed(name).model
+    resolved = configs.resolved(OmegaConf.load(CONFIGS / f"{name}.yaml"))
+    of_model = {key for key in resolved if key.startswith("model.")}
+    assert len(of_model) > 15
+    for key in of_model:
+        assert repr(resolved[key]) == repr(built[key.removeprefix("model.")]), key
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -363,7 +390,7 @@ def test_builds_at_full_size(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_option_exists(name):
     """What is misspelt, or of another type, would train something else or nothing."""
-    train.check_options(OmegaConf.load(CONFIGS / f"{name}.yaml"))
+    configs.check_options(OmegaConf.load(CONFIGS / f"{name}.yaml"))
 
 
 # Rows of which papers or published commands have every setting; the others say what is ours.

@@ -18,7 +18,10 @@ from conftest import ROOT, SMALL_LM, fairseq
 pytest.importorskip("fairseq")
 from fairseq_cli import generate
 
-from pipeline.recipes import evaluate
+from pipeline.common.command import BadInput
+from pipeline.common.files import read_lines, write_lines
+from pipeline.common.generated import read_hypotheses
+from pipeline.recipes import config, evaluate, scores
 
 SPANISH = ["task.source_lang=es", "task.target_lang=en", "generation.beam=2"]
 EN_DE = "wmt16_en_de/talkconv"
@@ -98,7 +101,7 @@ def evaluation(*arguments):
     ],
 )
 def test_compounds_are_split_by_hand(line, parts):
-    assert evaluate.compound_split(line) == parts
+    assert scores.compound_split(line) == parts
 
 
 def by_command(hypotheses, references, *options):
@@ -112,13 +115,13 @@ def by_command(hypotheses, references, *options):
 @pytest.fixture
 def texts(verses, tmp_path):
     """Hypotheses that are right in parts, one of them empty, and references; as lines and files."""
-    references = evaluate.read_lines(verses / "test.en")
+    references = read_lines(verses / "test.en")
     references = [line.replace(", ", "-").replace(".", " .") for line in references]
     hypotheses = [" ".join(line.split()[: 3 + n]) for n, line in enumerate(references)]
     hypotheses[4] = ""
     paths = tmp_path / "hypotheses", tmp_path / "references"
     for path, lines in zip(paths, (hypotheses, references)):
-        evaluate.write_lines(path, lines)
+        write_lines(path, lines)
     return (hypotheses, references), paths
 
 
@@ -130,40 +133,40 @@ def same(score, command):
 
 def test_scores_are_those_of_sacrebleus_command(texts, tmp_path):
     lines, paths = texts
-    ours = evaluate.translation_scores(*lines, compounds=True)
+    ours = scores.translation_scores(*lines, compounds=True)
     same(ours["tokenised_bleu"], *by_command_json(paths, "--tokenize", "none", "--force"))
     split = tmp_path / "split_hypotheses", tmp_path / "split_references"
     for path, text in zip(split, lines):
-        evaluate.write_lines(path, map(evaluate.compound_split, text))
+        write_lines(path, map(scores.compound_split, text))
     same(ours["compound_split_tokenised_bleu"], *by_command_json(split, "--tokenize", "none"))
     assert ours["tokenised_bleu"]["score"] != ours["compound_split_tokenised_bleu"]["score"]
-    detokenised = evaluate.detokenised_scores(*lines)
+    detokenised = scores.detokenised_scores(*lines)
     bleu, chrf = by_command_json(paths, "-m", "bleu", "chrf")
     same(detokenised["sacrebleu"], bleu)
     same(detokenised["chrf"], chrf)
 
 
 def by_command_json(paths, *options):
-    scores = by_command(*paths, *options, "-w", "2", "-f", "json")
-    for score in scores:
+    found = by_command(*paths, *options, "-w", "2", "-f", "json")
+    for score in found:
         fields = score["signature"].split("|version:")
         assert len(fields) == 2
-    return scores
+    return found
 
 
 def test_lower_cased_models_are_scored_without_case():
-    scores = evaluate.detokenised_scores(["the old man ."], ["The Old Man ."], lowercase=True)
-    assert scores["chrf"]["score"] == pytest.approx(100)
-    assert "case:lc" in scores["sacrebleu"]["tool"]
+    found = scores.detokenised_scores(["the old man ."], ["The Old Man ."], lowercase=True)
+    assert found["chrf"]["score"] == pytest.approx(100)
+    assert "case:lc" in found["sacrebleu"]["tool"]
 
 
 def test_rouge_of_tokenised_summaries_ignores_escapes():
-    scores = evaluate.rouge_scores(["it &apos;s here . gone ."], ["it 's here . gone ."])
-    assert {name: score["score"] for name, score in scores.items()} == dict.fromkeys(
+    found = scores.rouge_scores(["it &apos;s here . gone ."], ["it 's here . gone ."])
+    assert {name: score["score"] for name, score in found.items()} == dict.fromkeys(
         ("rouge_1", "rouge_2", "rouge_l", "rouge_lsum"), pytest.approx(100)
     )
     # The second sentence comes first: one longest common subsequence, but two by sentences.
-    swapped = evaluate.rouge_scores(["b c . d e f ."], ["d e f . b c ."])
+    swapped = scores.rouge_scores(["b c . d e f ."], ["d e f . b c ."])
     assert swapped["rouge_l"]["score"] < swapped["rouge_lsum"]["score"] == pytest.approx(100)
 
 
@@ -172,7 +175,7 @@ def test_moses_tokens_become_plain_text():
         "it &apos;s a test , isn &apos;t it ?",
         "&quot; self @-@ made &quot; &amp; &#91;1&#93;",
     ]
-    assert evaluate.detokenise(lines, "en") == [
+    assert scores.detokenise(lines, "en") == [
         "it's a test, isn't it?",
         '"self-made" & [1]',
     ]
@@ -194,18 +197,18 @@ def generated(path, numbers):
 
 def test_hypotheses_come_in_the_order_of_the_test_set(tmp_path):
     path = generated(tmp_path / "out", [2, 0, 1])
-    assert evaluate.read_hypotheses(path, 3) == ["best 0", "best 1", "best 2"]
+    assert read_hypotheses(path, 3, kind="H") == ["best 0", "best 1", "best 2"]
 
 
 @pytest.mark.parametrize("numbers", [[0, 1], [0, 2, 3], [0, 1, 2, 3]])
 def test_other_numbers_of_hypotheses_are_refused(tmp_path, numbers):
-    with pytest.raises(ValueError, match="hypotheses: expected 3, one a line"):
-        evaluate.read_hypotheses(generated(tmp_path / "out", numbers), 3)
+    with pytest.raises(ValueError, match="hypotheses: expected 3 in .*/out, one a line"):
+        read_hypotheses(generated(tmp_path / "out", numbers), 3, kind="H")
 
 
 def test_scores_need_as_many_references_as_hypotheses():
     with pytest.raises(ValueError, match="hypotheses: expected 2, one a reference, got 1"):
-        evaluate.translation_scores(["a"], ["a", "b"])
+        scores.translation_scores(["a"], ["a", "b"])
 
 
 def test_a_lost_hypothesis_leaves_no_scores(capfd, monkeypatch, verses, trained, tmp_path):
@@ -216,8 +219,8 @@ def test_a_lost_hypothesis_leaves_no_scores(capfd, monkeypatch, verses, trained,
     (tmp_path / "scores.json").write_text("{}")
     line = refusal(capfd, EN_DE, trained, "--data", verses, "--output", tmp_path, *SPANISH)
     assert line == (
-        "hypotheses: expected 43, one a line of the test set, got 42; "
-        "line 43 is the first without one"
+        f"hypotheses: expected 43 in {tmp_path}/generate-test.txt, one a line of the test set, "
+        "got 42; line 43 is the first without one"
     )
     assert not (tmp_path / "scores.json").exists()
 
@@ -254,7 +257,7 @@ def test_a_trained_model(capfd, verses, trained, tmp_path):
         "--left-pad-source", "--cpu",
     )  # fmt: skip
     (tmp_path / "fairseq.txt").write_text(output)
-    assert evaluate.read_hypotheses(tmp_path / "fairseq.txt", 43) == evaluate.read_lines(
+    assert read_hypotheses(tmp_path / "fairseq.txt", 43, kind="H") == read_lines(
         out / "tokenized.test.en"
     )
     told = evaluate.table(result)
@@ -369,7 +372,7 @@ def test_a_moving_average_is_scored_in_place_of_the_weights(verses, trained, tmp
     row.output.mkdir()
     averaged = torch.load(row.model(1), weights_only=True)["model"]
     assert not any(value.any() for value in averaged.values())
-    with pytest.raises(evaluate.BadInput, match="--average: expected 1 of a row with a moving"):
+    with pytest.raises(BadInput, match="--average: expected 1 of a row with a moving"):
         row.model(2)
 
 
@@ -379,7 +382,7 @@ def test_too_few_checkpoints_are_refused(capfd, verses, folder_of_a_run):
 
 
 def test_what_is_not_of_the_recipe(folder_of_a_run):
-    _, recipe = evaluate.read_config(EN_DE)
+    _, recipe = config.read_config(EN_DE)
     assert evaluate.other_settings(EN_DE, recipe, folder_of_a_run) == {}
     trained = OmegaConf.merge(
         {"name": EN_DE},
@@ -391,12 +394,12 @@ def test_what_is_not_of_the_recipe(folder_of_a_run):
         },
     )
     OmegaConf.save(trained, folder_of_a_run / "trained.yaml")
-    config = evaluate.with_overrides(recipe, ["generation.lenpen=2", "model.dropout=0.7"])
-    assert evaluate.other_settings(EN_DE, config, folder_of_a_run) == {
+    given = config.with_overrides(recipe, ["generation.lenpen=2", "model.dropout=0.7"])
+    assert evaluate.other_settings(EN_DE, given, folder_of_a_run) == {
         "generation.lenpen": 2,
         "optimization.max_update": 5,
     }
-    with pytest.raises(evaluate.BadInput, match="expected a run of wmt16_en_de/fconv, got one of"):
+    with pytest.raises(BadInput, match="expected a run of wmt16_en_de/fconv, got one of"):
         evaluate.other_settings("wmt16_en_de/fconv", recipe, folder_of_a_run)
 
 

@@ -136,11 +136,53 @@ def test_bad_input_is_one_line_before_anything_is_made(tmp_path):
     assert "did you mean" in refusal("iwslt14_de_en/talkcon", *here)
     name = "iwslt14_de_en/talkconv"
     assert refusal(name, *here).startswith("reproduce.sh: --data: expected the published data")
-    assert refusal(name, *here, "--data") == "reproduce.sh: --data: expected a value (see --help)"
-    assert refusal(name, *here, "--dta", "x") == "reproduce.sh: --dta: no such option (see --help)"
+    assert refusal(name, *here, "--data") == (
+        "reproduce.sh: --data: expected one argument (see --help)"
+    )
+    assert refusal(name, *here, "--dta", "x") == (
+        "reproduce.sh: unrecognized arguments: --dta x (see --help)"
+    )
+    assert "--average: invalid positive int value: '0'" in refusal(name, "--average", 0, *here)
+    assert "got optimization.max_updat" in refusal(name, *here, "optimization.max_updat=3")
     assert refusal(name, "twice", *here).startswith("reproduce.sh: NAME: expected one, got")
     assert "there is no script for wmt17_zh_en" in refusal("wmt17_zh_en/talkconv", *here)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_prints_the_commands_of_the_steps(tmp_path):
+    arguments = [
+        "iwslt14_de_en/talkconv", "--data", "a b.tgz", "--prepare", "--download", "--data-bin",
+        tmp_path / "bin", "--save-dir", tmp_path / "run", "--results", tmp_path / "r.json",
+        "--average", 1, "--tune", "--precision", "bf16", "--cpu", "optimization.max_update=9",
+    ]  # fmt: skip
+    done = reproduce(*arguments, "--dry-run")
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.replace(str(tmp_path), "T").splitlines() == [
+        "scripts/prepare_iwslt14_de_en.sh --output T/bin --data 'a b.tgz' --download",
+        "scripts/train.sh iwslt14_de_en/talkconv --data T/bin --save-dir T/run --precision bf16 "
+        "optimization.max_update=9 --cpu",
+        "scripts/evaluate.sh iwslt14_de_en/talkconv T/run --data T/bin --results T/r.json "
+        "--average 1 --tune optimization.max_update=9 --cpu",
+    ]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_short_trial_averages_what_there_is(published, tmp_path):
+    """Of the ten checkpoints that the row averages, a trial of some updates has one."""
+    name = "iwslt14_de_en/talkconv"
+    small = [word for word in shrunk(name) if "keep_last_epochs" not in word]
+    arguments = [
+        name, *published("iwslt14_de_en"), "--save-dir", tmp_path / "run", "--results",
+        tmp_path / "results.json", *small,
+    ]  # fmt: skip
+    done = reproduce(*arguments)
+    assert done.returncode == 2 and "--average: expected 10 files like checkpoint" in done.stderr
+    done = reproduce(*arguments, "--average", 1)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "train: done before" in done.stdout
+    [result] = json.loads((tmp_path / "results.json").read_text())
+    assert result["checkpoints"] == ["checkpoint_best.pt"] and result["changed"]["average"] == 1
 
 
 def test_help_says_what_there_is():

@@ -12,10 +12,10 @@ import torch
 from omegaconf import OmegaConf
 
 from conftest import ROOT, fairseq
-from pipeline.recipes import evaluate
 
 pytest.importorskip("fairseq")
-from pipeline.recipes import ablation, train
+from pipeline.common.command import BadInput
+from pipeline.recipes import ablation, config, evaluate, train
 
 
 def planned(*arguments):
@@ -26,7 +26,7 @@ def planned(*arguments):
 
 
 def refused(*arguments, dry_run=True):
-    with pytest.raises(train.BadInput) as error:
+    with pytest.raises(BadInput) as error:
         train.plan(train.parse([*arguments, *(["--dry-run"] if dry_run else [])]))
     message = str(error.value)
     assert "\n" not in message
@@ -64,13 +64,13 @@ def test_the_batch_is_the_recipes(name, arguments, steps):
     plan = planned(name, *arguments.split())
     assert plan.words["optimization.update_freq"] == f"[{steps}]"
     # counted otherwise: tokens a step, times steps, times processes
-    config = OmegaConf.load(ROOT / f"configs/{name}.yaml")
-    tokens = int(plan.words.get("dataset.max_tokens", config.dataset.max_tokens))
+    recipe = OmegaConf.load(ROOT / f"configs/{name}.yaml")
+    tokens = int(plan.words.get("dataset.max_tokens", recipe.dataset.max_tokens))
     processes = int(plan.words["distributed_training.distributed_world_size"])
     assert tokens * steps * processes == (
-        config.dataset.max_tokens
-        * config.optimization.update_freq[0]
-        * config.distributed_training.distributed_world_size
+        recipe.dataset.max_tokens
+        * recipe.optimization.update_freq[0]
+        * recipe.distributed_training.distributed_world_size
     )
 
 
@@ -261,22 +261,84 @@ def test_options_that_fairseq_takes(name):
 def test_options_take_their_own_defaults(arch):
     from fairseq.models import ARCH_MODEL_REGISTRY
 
-    known = train.known_options({"model": {"_name": arch}})
-    fields = train.OmegaConf.structured(ARCH_MODEL_REGISTRY[arch].__dataclass)
-    for name, value in train.OmegaConf.to_container(fields).items():
+    known = config.known_options({"model": {"_name": arch}})
+    fields = OmegaConf.structured(ARCH_MODEL_REGISTRY[arch].__dataclass)
+    for name, value in OmegaConf.to_container(fields).items():
         if name != "_name" and not str(value).startswith(("${", "???")):
             assert known[f"model.{name}"](value) is None, (name, value)
 
 
 def test_options_of_the_config_itself(folder, tmp_path, monkeypatch):
     """A dry run without overrides does not look, so that it is quick; training does."""
-    monkeypatch.setattr(train, "CONFIGS", tmp_path)
+    monkeypatch.setattr(config, "CONFIGS", tmp_path)
     (tmp_path / "mine").mkdir()
     text = (ROOT / f"configs/{LIGHT}.yaml").read_text()
-    (tmp_path / "mine/light.yaml").write_text(text.replace("weight_dropout", "wieght_dropout"))
+    text = text.replace("encoder_conv_type:", "wieght_dropout: 0.1\n  encoder_conv_type:")
+    (tmp_path / "mine/light.yaml").write_text(text)
     planned("mine/light", "--cpu")
     message = refused("mine/light", "--cpu", "--data", str(folder), dry_run=False)
     assert message.endswith("got model.wieght_dropout; did you mean model.weight_dropout?")
+
+
+OWN = """
+task: {_name: translation, data: ${oc.env:PWD}/bin}
+dataset: {max_tokens: 1000}
+criterion: {_name: label_smoothed_cross_entropy}
+optimizer: {_name: adam}
+lr_scheduler: {_name: inverse_sqrt}
+model: {_name: talkconv_iwslt_de_en}
+"""
+
+
+def test_ones_own_yaml(tmp_path, monkeypatch):
+    """By its path, from any folder, with fairseq's defaults for what it lacks."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", str(tmp_path))
+    monkeypatch.setattr(train, "gpus", lambda: 4)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/mine.yaml").write_text(OWN)
+    for name in ("own/mine.yaml", str(tmp_path / "own/mine.yaml")):
+        plan = planned(name)
+        command = plan.command
+        assert command[command.index("--config-dir") + 1] == str(tmp_path / "own")
+        assert command[command.index("--config-name") + 1] == "mine"
+        assert plan.words["task.data"] == str(tmp_path / "bin")
+        assert plan.words["checkpoint.save_dir"] == str(ROOT / "checkpoints/mine")
+        assert plan.words["optimization.update_freq"] == "[1]"
+        assert plan.words["distributed_training.distributed_world_size"] == "1"
+    assert planned("own/mine.yaml", "--data", "d").words["task.data"] == str(tmp_path / "d")
+    message = refused("own/mine.yaml", "--devices", "2")
+    assert "share the batch of 1,000 tokens" in message and "2 fit with" in message
+    planned("own/mine.yaml", "--devices", "2", "optimization.update_freq=[1]")
+    message = refused("own/mine.yaml", "--cpu", "model.encoder_tlak_heads=4")
+    assert "did you mean model.encoder_talk_heads" in message
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/dict.en.txt").write_text("a 1\n")
+    args = train.parse(["own/mine.yaml", "--cpu", "--save-dir", str(tmp_path / "run")])
+    assert train.plan(args)[3].name == "mine"
+
+    (tmp_path / "own/mine.yaml").write_text(OWN.replace("max_tokens: 1000", "batch_size: 8"))
+    assert refused("own/mine.yaml", "--cpu").startswith("dataset.max_tokens: expected a number")
+    planned("own/mine.yaml", "--cpu", "optimization.update_freq=[1]")
+
+
+def test_a_yaml_of_configs_by_its_path(monkeypatch):
+    monkeypatch.chdir(ROOT / "docs")
+    for name in ("configs/iwslt14_de_en/talkconv.yaml", "../configs/iwslt14_de_en/talkconv.yaml"):
+        assert config.read_config(name)[0] == "iwslt14_de_en/talkconv"
+
+
+def test_a_yaml_that_is_no_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("model: [")
+    assert "expected YAML in" in refused("mine.yaml")
+    (tmp_path / "mine.yaml").write_text("systems: {}")
+    assert "got no model" in refused("mine.yaml")
+    assert "got no model" in refused(str(ROOT / "configs/verses/cpu_lm.yaml"))
+    message = refused("configs/my/talkconf.yaml")
+    assert "which is no file; did you mean" in message and len(message) < 200
+    assert "verses" not in refused("verses/cpu_lm")
+    assert len(refused("nothing/like/it.yaml")) < 200
 
 
 def test_a_mistake_is_one_line_and_status_2(capsys):
@@ -313,8 +375,8 @@ def test_a_folder_of_another_config(folder, tmp_path, monkeypatch):
 
 def test_saving_more_often_is_still_the_recipe():
     name = "wmt16_en_de/talkconv"
-    config = train.with_overrides(train.read_config(name)[1], SAVING)
-    assert evaluate.other_settings(name, config) == {}
+    saving = config.with_overrides(config.read_config(name)[1], SAVING)
+    assert evaluate.other_settings(name, saving) == {}
 
 
 @pytest.mark.parametrize("name", ["train", "ablation"])
@@ -424,8 +486,8 @@ def test_ablation_scores_a_row(verses, tmp_path):
     assert 0 <= result["seeds"]["3"] < 100
     assert result["changed"]["model.encoder_embed_dim"] == 32
     [folder] = tmp_path.glob("runs/ablation_6_four_heads-*/seed_3")
-    config = torch.load(folder / "checkpoint_last.pt", weights_only=False)["cfg"]
-    assert config["common"]["seed"] == 3
+    trained = torch.load(folder / "checkpoint_last.pt", weights_only=False)["cfg"]
+    assert trained["common"]["seed"] == 3
 
 
 def test_ablation_goes_on_and_counts_what_diverged(tmp_path, monkeypatch, capsys):

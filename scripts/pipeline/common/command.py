@@ -1,7 +1,11 @@
 """How the commands stop: one line on the standard error, and an exit status."""
 
 import argparse
+import os
+import subprocess
 import sys
+
+from pipeline.common.paths import ROOT
 
 
 class BadInput(Exception):
@@ -12,16 +16,17 @@ class Failed(Exception):
     """A step that did not do what it should; the message says which and why."""
 
 
-def run(name, body):
+def run(name, body, unusable=BadInput):
     """Run ``body()`` as the command `name`, such as ``"compare.sh"``, and return its exit status.
 
     That is what `body` returns (None is 0); 2 for input that cannot be used, 1 for what failed on
-    the way, and 130 for Ctrl-C, each with one line that begins with the name.
+    the way, and 130 for Ctrl-C, each with a message that begins with the name. The exceptions
+    `unusable` are of input; their message is put on one line.
     """
     try:
         return body() or 0
-    except BadInput as error:
-        status, said = 2, error
+    except unusable as error:
+        status, said = 2, str(error).replace("\n", " ")
     except (Failed, OSError, ValueError) as error:
         status, said = 1, error
     except KeyboardInterrupt:
@@ -30,8 +35,21 @@ def run(name, body):
     return status
 
 
-class _Parser(argparse.ArgumentParser):
-    """Stops as `run` does: with one line and status 2."""
+def run_module(name, *arguments, lock=None):
+    """Run a module of the pipeline, such as ``"recipes.train"``, and return its exit status.
+
+    The process inherits the open file `lock`, so that a folder stays locked while it lives.
+    """
+    words = [sys.executable, ROOT / "scripts/run.py", name, *arguments]
+    return subprocess.run(
+        [str(word) for word in words],
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        pass_fds=[lock.fileno()] if lock else [],
+    ).returncode
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that stops as `run` does: with one line and status 2."""
 
     def parse_args(self, args=None, namespace=None):
         args, unknown = self.parse_known_args(args, namespace)
@@ -47,14 +65,24 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(name, description, epilog=None):
-    """Return an argument parser for ``scripts/NAME`` that keeps the lines of its texts.
-
-    Arguments that it does not know end the command with one line and status 2.
-    """
-    return _Parser(
+    """Return a `Parser` for ``scripts/NAME`` that keeps the lines of its texts."""
+    return Parser(
         prog=f"scripts/{name}",
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def positive(kind):
+    """Return a type for argparse: a number of `kind` above 0."""
+
+    def parse(text):
+        value = kind(text)
+        if not value > 0:
+            raise ValueError
+        return value
+
+    parse.__name__ = f"positive {kind.__name__}"
+    return parse

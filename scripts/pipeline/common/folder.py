@@ -51,16 +51,7 @@ class Folder:
         message names the first that differs.
         """
         self.check()
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.lock = open(self.path / "lock", "a")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.close()
-            raise BadInput(
-                f"{self.option}: another {self.what}, or a command of one that was killed, is "
-                f"running in {self.path}; wait for it or choose another folder"
-            ) from None
+        self.acquire()
         if restart:
             for pattern in (*self.made, self.settings.name):
                 for path in [*self.path.glob(pattern), *self.path.glob(f"{pattern}.partial")]:
@@ -73,6 +64,19 @@ class Folder:
             raise
         if after != before:
             write_json(self.settings, after)
+
+    def acquire(self):
+        """Make and lock the folder. Raises BadInput if another run holds the lock."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.lock = open(self.path / "lock", "a")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.close()
+            raise BadInput(
+                f"{self.option}: another {self.what}, or a command of one that was killed, is "
+                f"running in {self.path}; wait for it or choose another folder"
+            ) from None
 
     def _merged(self, before, settings, growing):
         """`settings` with the entries of `growing` that were there. Raises BadInput."""

@@ -1,7 +1,7 @@
-"""Files of a data set: downloaded, found in folders, read out of archives that nobody vouches for.
+"""Files of a data set: downloaded, found in folders, or read out of untrusted archives.
 
-Nothing is unpacked under a name that an archive chose: wanted files are copied to names of ours,
-and an archive with a link, a name that leads out of it or far more than its size is refused.
+No file gets a path that an archive chose: wanted files are copied under their base names, and an
+archive is refused that holds a link, a name that leads out of it, or far more than its size.
 """
 
 import filecmp
@@ -32,7 +32,7 @@ MOST_DEFAULTS = 100  # that headers set for all files after them
 
 
 def most_unpacked(path):
-    """Bytes that may come out of the packed file `path`, which may declare, or hold, any number."""
+    """Return how many bytes may come out of the packed file `path`."""
     return EXPANDS * os.path.getsize(path) + SMALL
 
 
@@ -51,7 +51,7 @@ class Bounded:
 
 
 class Member(tarfile.TarInfo):
-    """What a tar says of a file. tarfile reads long names and other headers into memory, whole."""
+    """A header of a tar; refuses long ones, since tarfile reads them into memory whole."""
 
     @classmethod
     def frombuf(cls, buf, encoding, errors):
@@ -64,10 +64,10 @@ class Member(tarfile.TarInfo):
 
 
 def download(url, folder):
-    """The path of `url` under `folder`; fetched with curl if it is not there yet.
+    """Return the path of `url` under `folder`; fetch it with curl if it is not there yet.
 
-    It carries its name once it is whole: a download that was cut short goes on where it stopped.
-    Raises ValueError if the host does not give it.
+    It has its name once it is whole: a download that was cut short goes on where it stopped.
+    Raises ValueError if the host does not send it.
     """
     address = urlparse(url)
     parts = [part for part in PurePosixPath(address.path).parts if part not in ("/", "..")]
@@ -105,7 +105,7 @@ KINDS = {
 
 
 def kind_of(info):
-    """What a member of a tar is; a sparse file has more bytes than the archive has for it."""
+    """Return what a member of a tar is, in words."""
     if info.issym() or info.islnk():
         return "link"
     if info.isdir():
@@ -172,7 +172,7 @@ def read_members(path, take):
 
 
 def walk(locations, archives):
-    """``(files, archives)`` of the folders and files `locations`, as paths.
+    """Return ``(files, archives)`` of the folders and files `locations`, as paths.
 
     In a folder, only files with one of the names `archives` count as archives.
     """
@@ -189,7 +189,7 @@ def walk(locations, archives):
 
 
 def gather(wanted, locations, archives, folder):
-    """``{name: path}`` of those of the files `wanted` that are at `locations`.
+    """Return ``{name: path}`` of those of the files `wanted` that are at `locations`.
 
     A file counts by its base name, with or without ``.gz``, in any folder; failing that, it is
     copied from an archive into `folder`. Raises ValueError if different files of one name are
@@ -217,10 +217,10 @@ def gather(wanted, locations, archives, folder):
 
 
 def only(name, paths, archives):
-    """The one of some files of a name; several must be the same.
+    """Return the one of several files of a name, which must be the same.
 
-    Where some are in a folder that is called as the archive from which they should come, the
-    others do not matter.
+    Where some are in a folder with the name of the archive from which they should come, the others
+    do not count.
     """
     homes = [
         archive.split(".")[0] for archive, starts in archives.items() if name.startswith(starts)

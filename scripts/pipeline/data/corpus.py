@@ -10,30 +10,22 @@ as plain text, ``sentencepiece.model`` (one for both languages), and the sentenc
 is written.
 """
 
-import argparse
 import gzip
-import shutil
-import sys
 import zlib
 from pathlib import Path
 
+from pipeline.common import command
+from pipeline.common.command import BadInput
+from pipeline.common.files import remove, write_lines
 from pipeline.data.archives import most_unpacked
+from pipeline.data.benchmarks import SPLITS
+from pipeline.data.text import learn_pieces
 
-SPLITS = ("train", "valid", "test")
 LONGEST = 1000  # pieces of a sentence to translate; the models take 1,024 positions
 
 
-def unpack(path, most):
-    """The bytes in a gzipped file, up to about `most`: a file may declare, or hold, any number."""
-    content = bytearray()
-    with gzip.open(path, "rb") as file:
-        while len(content) <= most and (part := file.read(1 << 24)):
-            content += part
-    return content
-
-
 def read_sentences(folder, name):
-    """The lines of ``folder/name`` or ``folder/name.gz``.
+    """Return the lines of ``folder/name`` or ``folder/name.gz``.
 
     Raises ValueError if the file is missing, empty, has an empty line, or is not UTF-8 text.
     """
@@ -42,9 +34,10 @@ def read_sentences(folder, name):
         path = folder / f"{name}.gz"
     if not path.exists():
         raise ValueError(f"{folder / name}: no such file, nor with .gz")
-    most = most_unpacked(path)
+    opened, most = gzip.open if path.suffix == ".gz" else open, most_unpacked(path)
     try:
-        content = path.read_bytes() if path.suffix != ".gz" else unpack(path, most)
+        with opened(path, "rb") as file:
+            content = file.read(most + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: not readable as UTF-8 text: {error}") from None
     if len(content) > most:
@@ -64,7 +57,7 @@ def read_sentences(folder, name):
 
 
 def read_corpus(folder, languages):
-    """``{"train.es": [sentence, …], …}`` of one language or two.
+    """Return ``{"train.es": [sentence, …], …}`` of one language or two.
 
     Raises ValueError for a file that cannot be used and where the two sides do not fit.
     """
@@ -83,99 +76,73 @@ def read_corpus(folder, languages):
     return corpus
 
 
-def learn_pieces(corpus, languages, vocabulary, path):
-    """Write ``path``, one BPE of all `languages`, and return it.
-
-    A small corpus gives fewer pieces than `vocabulary`. Raises ValueError if it cannot be learnt.
-    """
-    import sentencepiece
-
-    sentences = [line for language in languages for line in corpus[f"train.{language}"]]
-    with open(path, "wb") as model:
-        try:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(sentences),
-                model_writer=model,
-                model_type="bpe",
-                vocab_size=vocabulary,
-                hard_vocab_limit=False,
-                character_coverage=1.0,
-                normalization_rule_name="identity",  # the reference is not normalised either
-                minloglevel=2,
-            )
-        except RuntimeError as error:  # for one, fewer pieces than the text has characters
-            raise ValueError(f"SentencePiece: {error}") from None
-    return sentencepiece.SentencePieceProcessor(model_file=str(path))
-
-
-def write_lines(path, lines):
-    """One line each."""
-    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-
-
 def prepare(corpus, languages, vocabulary, output, cut_source=None):
     """Write the folder ``output``, whole or not at all; return ``{name: number of pieces}``.
 
-    Of each source `cut_source` pieces are left, if it is given. Raises ValueError for a sentence to
-    translate that is too long, and as :func:`learn_pieces`.
+    A small corpus gives fewer pieces than `vocabulary`. Of each source `cut_source` pieces are
+    kept (None: all). Raises ValueError for a sentence to translate that is too long, and if the
+    pieces cannot be learnt.
     """
     partial = output.with_name(output.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    remove(partial)
     (partial / "pieces").mkdir(parents=True)
-    pieces = learn_pieces(corpus, languages, vocabulary, partial / "sentencepiece.model")
+    training = (line for language in languages for line in corpus[f"train.{language}"])
+    model = partial / "sentencepiece.model"
+    pieces = learn_pieces(training, vocabulary, model, character_coverage=1.0)
     counts = {}
     for name, sentences in corpus.items():
         encoded = pieces.encode(sentences, out_type=str)
         if cut_source is not None and name.endswith(f".{languages[0]}"):
             encoded = [sentence[:cut_source] for sentence in encoded]
-        longest = max(map(len, encoded))
-        if len(languages) == 2 and longest > LONGEST:
-            raise ValueError(f"{name}: expected at most {LONGEST} pieces a sentence, got {longest}")
-        counts[name] = sum(map(len, encoded))
+        lengths = [len(sentence) for sentence in encoded]
+        if len(languages) == 2 and max(lengths) > LONGEST:
+            raise ValueError(
+                f"{name}: expected at most {LONGEST} pieces a sentence, got {max(lengths)} in line "
+                f"{lengths.index(max(lengths)) + 1}; shorten it, or keep the first N pieces of "
+                "each source with --cut-source N of prepare_corpus.py"
+            )
+        counts[name] = sum(lengths)
         write_lines(partial / name, sentences)
         write_lines(partial / "pieces" / name, map(" ".join, encoded))
     partial.rename(output)
     return counts
 
 
-def main():
-    """Run the command; one line and status 2 for input that cannot be used."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, required=True, help="folder with the corpus")
-    parser.add_argument("--source-lang", required=True)
-    parser.add_argument("--target-lang", help="leave out for a corpus of one language")
-    parser.add_argument(
-        "--vocabulary", type=int, default=4000, help="pieces to learn (default: 4000)"
-    )
-    parser.add_argument(
-        "--cut-source",
-        type=int,
-        metavar="N",
-        help="keep the first N pieces of each source; a document may have 1,000",
-    )
+def parse(arguments):
+    """Return the options of the command. Raises BadInput."""
+    parser = command.parser("prepare_corpus.py", __doc__)
+    add = parser.add_argument
+    add("--data", type=Path, required=True, help="folder with the corpus")
+    add("--source-lang", required=True)
+    add("--target-lang", help="leave out for a corpus of one language")
+    add("--vocabulary", type=int, default=4000, help="pieces to learn (default: 4000)")
+    add("--cut-source", type=int, metavar="N", help="keep the first N pieces of each source; a "
+        "document may have 1,000")  # fmt: skip
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--output", type=Path, help="folder to write")
     what.add_argument("--check", action="store_true", help="only check the corpus")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.cut_source is not None and args.cut_source < 1:
-        parser.error(f"--cut-source: expected at least 1 piece, got {args.cut_source}")
+        raise BadInput(f"--cut-source: expected at least 1 piece, got {args.cut_source}")
     if args.cut_source is not None and args.target_lang is None:
-        parser.error("--cut-source: expected --target-lang with it, got none")
-    languages = [args.source_lang]
-    if args.target_lang is not None:
-        languages.append(args.target_lang)
-    try:
+        raise BadInput("--cut-source: expected --target-lang with it, got none")
+    return args
+
+
+def main(arguments=None):
+    """Run the command; one line and status 2 for input that cannot be used."""
+
+    def body():
+        args = parse(arguments)
+        languages = [language for language in (args.source_lang, args.target_lang) if language]
         corpus = read_corpus(args.data, languages)
         if args.check:
             return
         counts = prepare(corpus, languages, args.vocabulary, args.output, args.cut_source)
-    except (OSError, ValueError) as error:
-        print(f"prepare_corpus.py: {error}", file=sys.stderr)
-        sys.exit(2)
-    for split in SPLITS:
-        names = [f"{split}.{language}" for language in languages]
-        sizes = " and ".join(f"{counts[name]:,}" for name in names)
-        sentences = "sentence pairs" if len(names) == 2 else "sentences"
-        print(f"{split}: {len(corpus[names[0]]):,} {sentences}, {sizes} pieces")
+        for split in SPLITS:
+            names = [f"{split}.{language}" for language in languages]
+            sizes = " and ".join(f"{counts[name]:,}" for name in names)
+            sentences = "sentence pairs" if len(names) == 2 else "sentences"
+            print(f"{split}: {len(corpus[names[0]]):,} {sentences}, {sizes} pieces")
+
+    return command.run("prepare_corpus.py", body, (BadInput, OSError, ValueError))

@@ -1,6 +1,6 @@
 """Text of parallel corpora: reading the published formats, tokenising, cleaning, subwords.
 
-Everything goes by line or by chunks of lines: no corpus is ever in memory.
+Everything works on lines or chunks of lines, so no corpus is ever in memory.
 """
 
 import functools
@@ -28,9 +28,9 @@ CHUNK = 1000  # pairs that a worker is given at a time
 
 
 def lines_of(path):
-    """The lines of a UTF-8 text, also gzipped, without surrounding space.
+    """Yield the lines of a UTF-8 text, also gzipped, without surrounding space.
 
-    Bytes that are not UTF-8 become U+FFFD; how many lines had some is said at the end. Raises
+    Bytes that are not UTF-8 become U+FFFD; a warning at the end counts their lines. Raises
     ValueError for gzip that is damaged or incomplete, for a line over `LONGEST_LINE`, and for text
     of over `EXPANDS` times the size of its file.
     """
@@ -66,7 +66,7 @@ def lines_of(path):
 
 
 def pairs_of(source, target, names):
-    """Pairs of two iterables of lines. Raises ValueError if one of them is longer."""
+    """Yield pairs of two iterables of lines. Raises ValueError if one of them is longer."""
     source, target = iter(source), iter(target)
     nothing = object()
     count = 0
@@ -83,14 +83,14 @@ def pairs_of(source, target, names):
 
 
 def without_tags(lines):
-    """The text of IWSLT's ``train.tags.*``: no metadata, and titles and descriptions untagged."""
+    """Yield the text of IWSLT's ``train.tags.*`` without metadata; titles lose their tags."""
     for line in lines:
         if not re.search("<(url|talkid|keywords)>", line):
             yield re.sub("</?(title|description)>", "", line).strip()
 
 
 def segments(lines, path):
-    """The segments of an SGML or XML test set, one a line, as they stand.
+    """Yield the segments of an SGML or XML test set, one a line, as they are.
 
     Raises ValueError for a segment that does not end on its line.
     """
@@ -106,7 +106,7 @@ END_OF_SENTENCE = tuple(".!?'`\"\u2019\u201d)")
 
 
 def story(text):
-    """``(article, summary)`` of a CNN-DM story, each on one line.
+    """Return ``(article, summary)`` of a CNN-DM story, each on one line.
 
     The summary is what follows ``@highlight`` lines. A line that ends without punctuation is
     closed with `` .``, as the published preparation does.
@@ -123,8 +123,31 @@ def story(text):
 
 
 def without_sentence_tags(line):
-    """A summary without the ``<t>`` and ``</t>`` that processed CNN-DM puts around sentences."""
+    """Return a summary without the tags ``<t>`` and ``</t>`` around its sentences."""
     return " ".join(re.sub("</?t>", " ", line).split())
+
+
+# --- Writing ---
+
+
+class Writer:
+    """Text files of one split, written side by side."""
+
+    def __init__(self, paths):
+        self.paths, self.lines = paths, 0
+
+    def __enter__(self):
+        self.files = [open(path, "w", encoding="utf-8", newline="\n") for path in self.paths]
+        return self
+
+    def write(self, lines):
+        self.lines += 1
+        for file, line in zip(self.files, lines):
+            file.write(line + "\n")
+
+    def __exit__(self, *error):
+        for file in self.files:
+            file.close()
 
 
 # --- Tokenising and cleaning ---
@@ -132,14 +155,14 @@ def without_sentence_tags(line):
 
 @functools.cache
 def moses(language):
-    """The tokeniser and the punctuation normaliser of a language, one each in a process."""
+    """Return the tokeniser and the punctuation normaliser of a language, one each per process."""
     import sacremoses
 
     return sacremoses.MosesTokenizer(language), sacremoses.MosesPunctNormalizer(language)
 
 
 def tokenize(line, language, normalize=False, split_dashes=False, straight=False, lowercase=False):
-    """One line in Moses tokens, escaped as Moses does (``&apos;``).
+    """Return a line in Moses tokens, escaped as Moses does (``&apos;``).
 
     Args:
         normalize: normalise punctuation and drop characters that do not print.
@@ -161,7 +184,7 @@ def tokenize(line, language, normalize=False, split_dashes=False, straight=False
 
 
 def tokenize_pairs(pairs, languages, **options):
-    """Both sides of some pairs through `tokenize`, in the two languages."""
+    """Return pairs with both sides tokenised by `tokenize`, in the two languages."""
     return [
         tuple(tokenize(line, lang, **options) for line, lang in zip(pair, languages))
         for pair in pairs
@@ -169,8 +192,10 @@ def tokenize_pairs(pairs, languages, **options):
 
 
 def is_kept(source, target, longest, ratio):
-    """Whether a pair passes cleaning: 1 to `longest` tokens on both sides, and neither side more
-    than `ratio` times the other."""
+    """Return whether a pair passes cleaning.
+
+    Both sides have 1 to `longest` tokens, and neither has more than `ratio` times the other's.
+    """
     lengths = sorted((len(source.split()), len(target.split())))
     return 1 <= lengths[0] and lengths[1] <= longest and lengths[1] <= ratio * lengths[0]
 
@@ -178,54 +203,49 @@ def is_kept(source, target, longest, ratio):
 # --- Subwords ---
 
 
-def learn_pieces(lines, size, model, most_lines):
-    """Write `model`, a SentencePiece BPE of at most `size` pieces beside the unknown one.
+def learn_pieces(lines, size, path, **options):
+    """Write `path`, a SentencePiece BPE of at most `size` pieces, and return the model.
 
-    Learns from `most_lines` lines at random. Few lines give fewer pieces. Raises ValueError if it
-    cannot be learnt.
+    Few lines give fewer pieces. `options` are those of SentencePiece's trainer. Raises ValueError
+    if it cannot be learnt.
     """
     import sentencepiece
 
-    sentencepiece.set_random_generator_seed(1)
-    with open(model, "wb") as file:
+    sentencepiece.set_random_generator_seed(1)  # draws the lines, where not all are read
+    with open(path, "wb") as file:
         try:
             sentencepiece.SentencePieceTrainer.train(
                 sentence_iterator=iter(lines),
                 model_writer=file,
                 model_type="bpe",
-                vocab_size=size + 1,
+                vocab_size=size,
                 hard_vocab_limit=False,
-                bos_id=-1,
-                eos_id=-1,
-                # Rarer characters stay whole, and enter the dictionary if it has room.
-                character_coverage=0.9995,
                 normalization_rule_name="identity",  # the references are not normalised either
-                input_sentence_size=most_lines,
-                shuffle_input_sentence=True,
-                max_sentence_length=1_000_000,  # bytes; what is longer would not be learnt from
                 minloglevel=2,
+                **options,
             )
         except RuntimeError as error:  # for one, fewer pieces than the text has characters
             raise ValueError(f"SentencePiece: {error}") from None
+    return sentencepiece.SentencePieceProcessor(model_file=str(path))
 
 
 @functools.cache
 def pieces_of(model):
-    """The SentencePiece model of a file, one in a process."""
+    """Return the SentencePiece model of a file, one per process."""
     import sentencepiece
 
     return sentencepiece.SentencePieceProcessor(model_file=str(model))
 
 
 def encode_pairs(pairs, model):
-    """Both sides of some pairs as pieces, with spaces between."""
+    """Return pairs with both sides as pieces, with spaces between."""
     pieces = pieces_of(model).encode(list(chain.from_iterable(pairs)), out_type=str)
     lines = map(" ".join, pieces)
     return list(zip(lines, lines))
 
 
 def without_bpe(line):
-    """A line without the marks of subword-nmt."""
+    """Return a line without the marks of subword-nmt."""
     return re.sub("@@( |$)", "", line)
 
 
@@ -233,7 +253,7 @@ def without_bpe(line):
 
 
 def follow_parent():
-    """A worker leaves interrupts to its parent, and ends when that was killed."""
+    """Make this worker leave interrupts to its parent, and end when that is killed."""
 
     def watch():
         multiprocessing.parent_process().join()
@@ -246,7 +266,7 @@ def follow_parent():
 def in_parallel(function, items, workers):
     """Yield ``(item, result)`` in order; `function` takes a list and gives one as long.
 
-    A few chunks a worker are under way at a time, so that memory does not grow with the corpus.
+    Each worker has a few chunks at a time, so memory does not grow with the corpus.
     """
     items = iter(items)
     chunks = iter(lambda: list(islice(items, CHUNK)), [])

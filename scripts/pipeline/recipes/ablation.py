@@ -1,24 +1,14 @@
 """Train and score the ablation of the paper's Table 7; see scripts/ablation.sh --help."""
 
-import argparse
 import hashlib
-import json
-import os
-import re
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
-from pipeline.common.files import write_whole
-from pipeline.recipes.train import (
-    CONFIGS,
-    ROOT,
-    BadInput,
-    check_options,
-    read_config,
-    with_overrides,
-)
+from pipeline.common import command
+from pipeline.common.command import Failed, run_module
+from pipeline.common.files import read_json, write_json
+from pipeline.common.paths import ROOT
+from pipeline.recipes.config import check_options, from_header, read_config, rows, with_overrides
 
 BENCHMARK = "iwslt14_de_en"
 
@@ -31,57 +21,42 @@ so, and are kept apart from those of the recipe.
 """
 
 
-class Failed(Exception):
-    """A command that did not do what it should; the message says which."""
-
-
 def parse(arguments):
-    rows = sorted(path.stem for path in (CONFIGS / BENCHMARK).glob("ablation_*.yaml"))
-    parser = argparse.ArgumentParser(
-        prog="scripts/ablation.sh",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="GROUP.KEY=VALUE", help="options that replace the configs'"
-    )
-    parser.add_argument("--data", default=str(ROOT / "data-bin" / BENCHMARK), help="binarised data")
-    parser.add_argument(
-        "--save-dir",
-        default=str(ROOT / "checkpoints" / BENCHMARK / "ablation"),
-        help="folder of the runs (default: checkpoints/iwslt14_de_en/ablation)",
-    )
-    parser.add_argument(
-        "--results",
-        default=str(ROOT / "results" / BENCHMARK / "ablation.json"),
-        help="file of the scores (default: results/iwslt14_de_en/ablation.json)",
-    )
-    parser.add_argument(
-        "--rows", nargs="+", choices=rows, default=rows, metavar="ROW", help=f"of {', '.join(rows)}"
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="N")
-    parser.add_argument("--cpu", action="store_true", help="use no GPU")
+    names = [name.partition("/")[2] for name in rows() if name.startswith(f"{BENCHMARK}/ablation_")]
+    default = {
+        "data": ROOT / "data-bin" / BENCHMARK,
+        "save_dir": ROOT / "checkpoints" / BENCHMARK / "ablation",
+        "results": ROOT / "results" / BENCHMARK / "ablation.json",
+        "rows": names,
+        "seeds": [1, 2, 3, 4, 5],
+    }
+    parser = command.parser("ablation.sh", DESCRIPTION)
+    parser.set_defaults(**default)
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="GROUP.KEY=VALUE", help="options that replace the configs'")
+    add("--data", help=f"binarised data (default: data-bin/{BENCHMARK})")
+    add("--save-dir", help=f"folder of the runs (default: checkpoints/{BENCHMARK}/ablation)")
+    add("--results", help=f"file of the scores (default: results/{BENCHMARK}/ablation.json)")
+    add("--rows", nargs="+", choices=names, metavar="ROW", help=f"of {', '.join(names)}")
+    add("--seeds", type=int, nargs="+", metavar="N", help="(default: 1 2 3 4 5)")
+    add("--cpu", action="store_true", help="use no GPU")
     return parser.parse_intermixed_args(arguments)
 
 
-def run(name, *command):
-    """Run the script `name` beside this one. Raises Failed."""
-    print("$", name, *command, flush=True)
-    done = subprocess.run(
-        [sys.executable, *map(str, (ROOT / "scripts/run.py", name, *command))],
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
-    )
-    if done.returncode:
-        raise Failed(f"{name} failed with status {done.returncode}")
+def run(name, *arguments):
+    """Run a module of the pipeline. Raises Failed."""
+    print("$", name, *arguments, flush=True)
+    if status := run_module(name, *arguments):
+        raise Failed(f"{name} failed with status {status}")
 
 
 def diverged(folder):
-    """Whether fairseq stopped a run because its gradients were no numbers."""
+    """Return whether fairseq stopped a run because its gradients were no numbers."""
     return (folder / "crash.pt").exists()
 
 
 def run_folder(key, seed, args):
-    """Where a run of the results' `key` is kept: others than the recipe's have their own folder.
+    """Return the folder of a run of the results' `key`; runs unlike the recipe have their own.
 
     How many checkpoints are averaged makes no other run.
     """
@@ -94,7 +69,7 @@ def run_folder(key, seed, args):
 
 
 def score(row, key, seed, args):
-    """Train `row` from `seed` where that is not done; its validation BLEU, or "diverged"."""
+    """Train `row` from `seed` unless that is done; return its validation BLEU, or "diverged"."""
     name = f"{BENCHMARK}/{row}"
     folder = run_folder(key, seed, args)
     shared = ["--data", args.data, *(["--cpu"] if args.cpu else []), *args.overrides]
@@ -106,12 +81,12 @@ def score(row, key, seed, args):
             return "diverged"
         raise
     run("recipes.evaluate", name, folder, "--split", "valid", *shared)
-    result = json.loads((folder / "evaluation/scores.json").read_text())
+    result = read_json(folder / "evaluation/scores.json")
     return round(result["scores"]["tokenised_bleu"]["score"], 2)
 
 
 def summary(scores):
-    """Mean and deviation of the runs that have a number, and how many diverged."""
+    """Return mean and deviation of the runs that have a number, and how many diverged."""
     numbers = [score for score in scores.values() if score != "diverged"]
     return {
         "mean": round(statistics.mean(numbers), 2) if numbers else None,
@@ -121,7 +96,7 @@ def summary(scores):
 
 
 def other_settings(row, args):
-    """What is not the paper's in runs of `row`: ``{"changed": {key: value}, "other_data": […]}``.
+    """Return what is not the paper's in runs of `row`: ``{"changed": {…}, "other_data": […]}``.
 
     Raises BadInput for overrides and data that cannot be used.
     """
@@ -138,28 +113,23 @@ def other_settings(row, args):
 
 
 def label(row, others):
-    """The key of a row's results: runs that are not the paper's stand apart from those that are."""
+    """Return the key of a row's results: runs that are not the paper's have a key of their own."""
     changed = [f"{key}={value}" for key, value in others["changed"].items()]
     return " ".join([row, *changed, *(["other data"] if others["other_data"] else [])])
 
 
-def paper(row):
-    """What the header of a config says that the paper reports."""
-    text = (CONFIGS / BENCHMARK / f"{row}.yaml").read_text()
-    return re.search(r"^# paper: +(\S.*?)( validation BLEU.*)?$", text, re.MULTILINE)[1]
-
-
 def table(results):
-    """The rows for a person; below each what is not the recipe's."""
+    """Return the rows for a person, each with what is not the recipe's below it."""
     lines = [f"{'row':<32}{'paper':>14}{'measured':>16}{'seeds':>7}"]
     for key, result in results.items():
         row = key.partition(" ")[0]
+        paper = from_header(f"{BENCHMARK}/{row}", "paper").partition(" validation BLEU")[0]
         measured = "diverged" if result["mean"] is None else f"{result['mean']:.2f}"
         if result["deviation"] is not None:
             measured += f" +- {result['deviation']:.2f}"
         if result["mean"] is not None and result["diverged"]:
             measured += f", {result['diverged']} diverged"
-        lines.append(f"{row:<32}{paper(row):>14}{measured:>16}{len(result['seeds']):>7}")
+        lines.append(f"{row:<32}{paper:>14}{measured:>16}{len(result['seeds']):>7}")
         others = [f"{key} {value}" for key, value in result["changed"].items()]
         if others or result["other_data"]:
             lines.append(f"  not the recipe: {', '.join(others + result['other_data'])}")
@@ -167,15 +137,16 @@ def table(results):
 
 
 def main(arguments=None):
-    args = parse(arguments)
-    try:
-        others = {row: other_settings(row, args) for row in args.rows}
-    except BadInput as error:
-        print(f"ablation.sh: {error}", file=sys.stderr)
-        return 2
+    """Run the command and return its exit status."""
+    return command.run("ablation.sh", lambda: ablate(parse(arguments)))
+
+
+def ablate(args):
+    """Train and score what has no score yet. Raises BadInput, or Failed for a step that failed."""
+    others = {row: other_settings(row, args) for row in args.rows}
     path = Path(args.results)
     path.parent.mkdir(parents=True, exist_ok=True)
-    results = json.loads(path.read_text()) if path.exists() else {}
+    results = read_json(path) if path.exists() else {}
     for row in args.rows:
         key = label(row, others[row])
         for seed in args.seeds:
@@ -185,9 +156,7 @@ def main(arguments=None):
             try:
                 scores[str(seed)] = score(row, key, seed, args)
             except Failed as error:
-                print(f"ablation.sh: {row}, seed {seed}: {error}", file=sys.stderr)
-                return 1
+                raise Failed(f"{row}, seed {seed}: {error}") from None
             results[key] = {"seeds": scores, **summary(scores), **others[row]}
-            write_whole(path, json.dumps(dict(sorted(results.items())), indent=2) + "\n")
+            write_json(path, dict(sorted(results.items())))
     print(table(results))
-    return 0

@@ -10,13 +10,14 @@ its own type. Integers (counters) and all else come from the last input; the opt
 left out. Files are read one after the other, without running code from them.
 """
 
-import argparse
 import os
 import re
 import sys
+from pathlib import Path
 
 import torch
 
+from pipeline.common import command
 from talk_fairseq.checkpoint_files import read_checkpoint, whole_file
 
 # The number in brackets orders the files.
@@ -26,7 +27,7 @@ BEST = r"checkpoint\.best_.+_(-?\d+\.?\d*)\.pt"
 
 
 def find_checkpoints(folder, pattern, count):
-    """The ``count`` files of ``folder`` that match and have the highest number, in rising order.
+    """Return the ``count`` files of ``folder`` that match and have the highest numbers, in order.
 
     For `BEST` it is the lowest number unless the run maximized its metric, and the best comes
     last. Raises ValueError if there are fewer files, or best ones by several metrics.
@@ -45,18 +46,24 @@ def find_checkpoints(folder, pattern, count):
 
 
 def _maximizes(state):
-    """Whether the run that wrote ``state`` looked for the highest value of its metric."""
+    """Return whether the run that wrote ``state`` looked for the highest value of its metric."""
     if state.get("cfg"):
         return state["cfg"].get("checkpoint", {}).get("maximize_best_checkpoint_metric", False)
     return getattr(state.get("args"), "maximize_best_checkpoint_metric", False)
 
 
 def average_checkpoints(paths):
-    """The last checkpoint of ``paths``, with the mean of all in place of its parameters.
+    """Return the last checkpoint of ``paths``, with the mean of all in place of its parameters.
 
-    Raises ValueError where keys, shapes or kinds of numbers differ or a file is broken, OSError
-    where one is missing.
+    Raises ValueError where keys, shapes or kinds of numbers differ, or a file is broken or missing.
     """
+    for path in map(Path, paths):
+        if not path.is_file():
+            there = [other.name for other in sorted(path.parent.glob("*.pt"))]
+            got = ", ".join(there[:5]) + (" …" if there[5:] else "")
+            raise ValueError(
+                f"expected the checkpoint {path}, got no such file (*.pt there: {got or 'none'})"
+            )
     sums, shapes = {}, None
     for path in paths:
         state = model = None  # frees the one before
@@ -86,7 +93,7 @@ def average_checkpoints(paths):
 
 
 def _first_names(model):
-    """For each tensor's name, the first name under which the same memory is known."""
+    """Return, for each tensor's name, the first name under which the same memory is known."""
     names = {}
     return {
         key: names.setdefault((value.data_ptr(), value.dtype, value.shape, value.stride()), key)
@@ -109,9 +116,7 @@ def save(state, path):
 
 def main(argv=None):
     """Run the command; one line and status 1 for what cannot be averaged."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.parser("average_checkpoints.py", __doc__)
     parser.add_argument("--inputs", nargs="+", required=True, help="checkpoints, or one folder")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--last-epochs", type=int, metavar="N", help="the last N epochs' files")

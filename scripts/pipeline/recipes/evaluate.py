@@ -1,36 +1,40 @@
 """Score the checkpoints of configs/NAME.yaml; see scripts/evaluate.sh --help."""
 
-import argparse
 import dataclasses
-import html
 import json
 import logging
 import math
-import re
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-import sacrebleu
 import torch
 from fairseq.dataclass.configs import GenerationConfig
 from omegaconf import OmegaConf
 
-import talk_fairseq  # noqa: F401  registers the models and mends fairseq
-from pipeline.common.files import write_whole
+import talk_fairseq  # noqa: F401  registers the models and patches fairseq
+from pipeline.common import command
+from pipeline.common.command import BadInput
+from pipeline.common.files import read_json, read_lines, write_json, write_lines, write_whole
+from pipeline.common.generated import read_hypotheses
+from pipeline.common.paths import ROOT
 from pipeline.recipes.average import EPOCHS, UPDATES, average_checkpoints, find_checkpoints, save
-from pipeline.recipes.train import (
-    CONFIGS,
-    ROOT,
-    BadInput,
+from pipeline.recipes.config import (
     check_options,
-    flat,
+    differences,
+    find_config,
     read_config,
     with_overrides,
 )
+from pipeline.recipes.scores import (
+    REPORTED,
+    TITLES,
+    detokenise,
+    detokenised_scores,
+    rouge_scores,
+    translation_scores,
+)
 from talk_fairseq.checkpoint_files import read_checkpoint
-from talk_fairseq.rouge import rouge
-from talk_fairseq.rouge import version as rouge_version
 
 DESCRIPTION = """\
 Scores the model of configs/NAME.yaml on the test set of its data: averages checkpoints, generates
@@ -48,160 +52,30 @@ examples:
   scripts/evaluate.sh cnn_dm/talkconv checkpoints/cnn_dm/talkconv generation.max_len_b=120
 """
 
-# The score that the papers report of a benchmark; of others, tokenised BLEU or perplexity.
-REPORTED = {
-    "wmt16_en_de": "compound_split_tokenised_bleu",
-    "wmt17_zh_en": "sacrebleu",
-    "cnn_dm": "rouge_lsum",
-}
-TITLES = {
-    "tokenised_bleu": "tokenised BLEU",
-    "compound_split_tokenised_bleu": "compound-split tokenised BLEU",
-    "sacrebleu": "sacreBLEU (detokenised)",
-    "chrf": "chrF (detokenised)",
-    "rouge_1": "ROUGE-1",
-    "rouge_2": "ROUGE-2",
-    "rouge_l": "ROUGE-L",
-    "rouge_lsum": "ROUGE-Lsum",
-    "perplexity": "perplexity per word",
-}
 # What --tune tries, one key after the other; the recipe's own value comes first.
 LENPENS = [0.2, 0.4, 0.6, 0.8, 1, 1.2, 1.4, 1.6, 1.8, 2]
 AVERAGES = [1, 5, 10]
 LENGTHS = [80, 100, 120, 140, 160]
-# What may differ from the recipe in a result of that recipe.
-HARMLESS = {
-    "name",
-    "checkpoint.keep_interval_updates",
-    "checkpoint.save_interval_updates",
-    "common.log_interval",
-    "dataset.max_tokens",  # train.sh keeps the batch
-    "dataset.num_workers",
-    "dataset.validate_after_updates",
-}
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(
-        prog="scripts/evaluate.sh",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("name", metavar="NAME", help="a file of configs/, without .yaml")
-    parser.add_argument(
-        "checkpoints", metavar="CHECKPOINTS", help="the folder of a run, or one checkpoint"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="GROUP.KEY=VALUE", help="options that replace the config's"
-    )
-    parser.add_argument(
-        "--data", help="folder of scripts/prepare_BENCHMARK.sh (default: data-bin/BENCHMARK)"
-    )
-    parser.add_argument("--split", choices=("test", "valid"), default="test", help="what to score")
-    parser.add_argument(
-        "--average", type=int, metavar="N", help="checkpoints to average (default: the config's)"
-    )
-    parser.add_argument(
-        "--tune",
-        action="store_true",
-        help="choose what scores best on the validation set: how many checkpoints are averaged, "
-        "then the length penalty, then the longest summary",
-    )
-    parser.add_argument(
-        "--try",
-        action="append",
-        default=[],
-        dest="candidates",
-        metavar="KEY=V1,V2",
-        help="with --tune: values to try in place of its own, of average, generation.lenpen, …",
-    )
-    parser.add_argument("--cpu", action="store_true", help="use no GPU")
-    parser.add_argument("--output", help="where to write (default: CHECKPOINTS/evaluation)")
-    parser.add_argument("--results", metavar="FILE", help="append the result to this JSON list")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    parser = command.parser("evaluate.sh", DESCRIPTION, EXAMPLES)
+    add = parser.add_argument
+    add("name", metavar="NAME", help="a file of configs/, without .yaml")
+    add("checkpoints", metavar="CHECKPOINTS", help="the folder of a run, or one checkpoint")
+    add("overrides", nargs="*", metavar="GROUP.KEY=VALUE", help="options that replace the config's")
+    add("--data", help="folder of scripts/prepare_BENCHMARK.sh (default: data-bin/BENCHMARK)")
+    add("--split", choices=("test", "valid"), default="test", help="what to score")
+    add("--average", type=int, metavar="N", help="checkpoints to average (default: the config's)")
+    add("--tune", action="store_true", help="choose what scores best on the validation set: how "
+        "many checkpoints are averaged, the length penalty, the longest summary")  # fmt: skip
+    add("--try", action="append", default=[], dest="candidates", metavar="KEY=V1,V2", help="with "
+        "--tune: values to try in place of its own, of average, generation.lenpen, …")  # fmt: skip
+    add("--cpu", action="store_true", help="use no GPU")
+    add("--output", help="where to write (default: CHECKPOINTS/evaluation)")
+    add("--results", metavar="FILE", help="append the result to this JSON list")
+    add("--json", action="store_true", help="print JSON in place of the table")
     return parser.parse_intermixed_args(arguments)
-
-
-# --- Scores ---
-
-
-def compound_split(line):
-    """A tokenised line with its compounds in parts, as it was done for the published En-De scores.
-
-    ``a-b`` becomes ``a ##AT##-##AT## b`` from left to right. A character is matched once, so
-    that of ``a-b-c``, whose middle part has one, the second hyphen stays.
-    """
-    return re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line)
-
-
-def score_with(metric, hypotheses, references):
-    """``{"score", "tool"}`` by a metric of sacreBLEU. Raises ValueError if the numbers differ."""
-    if len(hypotheses) != len(references):
-        raise ValueError(
-            f"hypotheses: expected {len(references):,}, one a reference, got {len(hypotheses):,}"
-        )
-    score = metric.corpus_score(hypotheses, [references]).score
-    return {"score": score, "tool": f"sacreBLEU {metric.get_signature()}"}
-
-
-def translation_scores(hypotheses, references, compounds=False):
-    """``{name: {"score", "tool"}}`` of tokenised lines; `compounds` adds the compound-split score.
-
-    The tokens are taken as they stand (``--tokenize none --force`` of sacreBLEU).
-    """
-
-    def bleu():
-        return sacrebleu.metrics.BLEU(tokenize="none", force=True)
-
-    scores = {"tokenised_bleu": score_with(bleu(), hypotheses, references)}
-    if compounds:
-        split = [[compound_split(line) for line in lines] for lines in (hypotheses, references)]
-        scores["compound_split_tokenised_bleu"] = score_with(bleu(), *split)
-    return scores
-
-
-def detokenised_scores(hypotheses, references, lowercase=False):
-    """``{name: {"score", "tool"}}`` of plain text; `lowercase` for models of lower-cased text."""
-    return {
-        "sacrebleu": score_with(
-            sacrebleu.metrics.BLEU(lowercase=lowercase), hypotheses, references
-        ),
-        "chrf": score_with(sacrebleu.metrics.CHRF(lowercase=lowercase), hypotheses, references),
-    }
-
-
-def rouge_scores(hypotheses, references):
-    """``{name: {"score", "tool"}}`` of tokenised summaries, in percent; ``" . "`` ends a sentence.
-
-    Moses's escapes (``&apos;``) are undone, whose letters would count as a word.
-    """
-    texts = [[html.unescape(line) for line in lines] for lines in (hypotheses, references)]
-    tool = f"rouge-score {rouge_version()}, F-measure, stemming, sentences separated by ' . '"
-    scores = rouge(*texts, sentence_separator=" . ")
-    return {name: {"score": score, "tool": tool} for name, score in scores.items()}
-
-
-def detokenise(lines, language):
-    """Moses tokens as plain text."""
-    from sacremoses import MosesDetokenizer
-
-    moses = MosesDetokenizer("en" if language == "target" else language)  # target: of CNN-DM
-    return [moses.detokenize(line.split()) for line in lines]
-
-
-# --- Files ---
-
-
-def read_lines(path):
-    """The lines of a text; only a line feed ends one."""
-    with open(path, encoding="utf-8", newline="\n") as file:
-        return [line.removesuffix("\n") for line in file]
-
-
-def write_lines(path, lines):
-    with open(path, "w", encoding="utf-8", newline="\n") as file:
-        file.writelines(line + "\n" for line in lines)
 
 
 def append_result(path, result):
@@ -209,9 +83,9 @@ def append_result(path, result):
     results = []
     if path.exists():
         try:
-            results = json.loads(path.read_text(encoding="utf-8"))
+            results = read_json(path)
         except ValueError as error:
-            raise ValueError(f"--results: expected a JSON list in {path}, got {error}") from None
+            raise ValueError(f"--results: expected a JSON list in {error}") from None
         if not isinstance(results, list):
             raise ValueError(f"--results: expected a JSON list in {path}, got something else")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -219,30 +93,11 @@ def append_result(path, result):
     write_whole(path, "[\n" + ",\n".join(lines) + "\n]\n")
 
 
-def read_hypotheses(path, count):
-    """The best hypotheses of fairseq-generate's output, in the order of the test set.
-
-    Raises ValueError unless they are those of the lines 0 to `count` - 1.
-    """
-    found = {}
-    for line in read_lines(path):
-        match = re.match(r"H-(\d+)\t[^\t]*\t(.*)", line)
-        if match:
-            found.setdefault(int(match[1]), match[2])
-    if found.keys() != set(range(count)):
-        lost = sorted(set(range(count)) - found.keys())[:3]
-        raise ValueError(
-            f"hypotheses: expected {count:,}, one a line of the test set, got {len(found):,}"
-            + (f"; line {lost[0] + 1} is the first without one" if lost else "")
-        )
-    return [found[number] for number in range(count)]
-
-
 # --- The data and the checkpoints ---
 
 
 def read_prepared(name, data, config):
-    """``prepared.json`` of a data folder. Raises BadInput unless the config is made for it."""
+    """Return ``prepared.json`` of a data folder. Raises BadInput unless the config fits it."""
     benchmark = name.partition("/")[0]
     path = data / "prepared.json"
     if not path.exists():
@@ -250,18 +105,18 @@ def read_prepared(name, data, config):
             f"--data: expected the folder of scripts/prepare_{benchmark}.sh in {data}, got "
             f"{'one without prepared.json' if data.is_dir() else 'none'}"
         )
-    prepared = json.loads(path.read_text(encoding="utf-8"))
+    prepared = read_json(path)
     if prepared["benchmark"] != benchmark:
         raise BadInput(f"--data: expected {benchmark} in {data}, got {prepared['benchmark']}")
     for side in ("source_lang", "target_lang"):
-        wanted = config.task.get(side)
+        wanted = OmegaConf.select(config, f"task.{side}")
         if wanted is not None and wanted != prepared[side]:
             raise BadInput(f"--data: expected task.{side} {wanted} in {data}, got {prepared[side]}")
     return prepared
 
 
 def other_data(prepared):
-    """Which numbers of the data are not the published ones, even roughly."""
+    """Return which numbers of the data are not the published ones, even roughly."""
     return [
         check["what"]
         for check in prepared.get("checks") or []
@@ -270,39 +125,34 @@ def other_data(prepared):
     ]
 
 
-def other_settings(name, config, folder=None):
-    """``{key: value}`` of what `config` and the run in `folder` do not share with the recipe.
+def other_settings(given, config, folder=None):
+    """Return ``{key: value}`` of what `config` and the run in `folder` have other than the recipe.
 
-    Raises BadInput if it is the run of another recipe.
+    Raises BadInput if it is the run of another recipe than `given`.
     """
-    recipe = dict(flat(read_config(name)[1]))
-    found = dict(flat(config))
+    name, recipe = read_config(given)
     record = folder and folder / "trained.yaml"
     if record and record.exists():
-        trained = OmegaConf.load(record)
-        if trained.get("name", name) != name:
-            raise BadInput(f"CHECKPOINTS: expected a run of {name}, got one of {trained.name}")
+        trained = OmegaConf.to_container(OmegaConf.load(record))
+        of_run = trained.pop("name", name)
+        if of_run != name:
+            raise BadInput(f"CHECKPOINTS: expected a run of {name}, got one of {of_run}")
         # Training sets what is learnt, and evaluation what is generated.
-        of_evaluation = ("generation.", "eval_lm.")
-        found = {key: value for key, value in found.items() if key.startswith(of_evaluation)}
-        found |= {key: value for key, value in flat(trained) if not key.startswith(of_evaluation)}
-    return {
-        key: found.get(key)
-        for key in sorted((recipe.keys() | found.keys()) - HARMLESS)
-        if recipe.get(key) != found.get(key)
-    }
+        of_evaluation = OmegaConf.masked_copy(config, ["generation", "eval_lm"])
+        config = OmegaConf.create(trained | OmegaConf.to_container(of_evaluation))
+    return {key: value for key, (_, value) in differences(recipe, config).items()}
 
 
 def recipe_average(config):
-    """``(how many checkpoints the recipe averages, the pattern of their names)``."""
+    """Return ``(how many checkpoints the recipe averages, the pattern of their names)``."""
     for key, pattern in (("keep_last_epochs", EPOCHS), ("keep_interval_updates", UPDATES)):
-        if config.checkpoint.get(key, -1) > 0:
-            return config.checkpoint[key], pattern
+        if (count := OmegaConf.select(config, f"checkpoint.{key}") or -1) > 0:
+            return count, pattern
     return 1, EPOCHS
 
 
 def choose_checkpoints(folder, config, count):
-    """The checkpoints to average: the last `count`; of one, the best on the validation set.
+    """Return the checkpoints to average: the last `count`; of one, the best in validation.
 
     Raises BadInput if there are not so many.
     """
@@ -325,6 +175,7 @@ def choose_checkpoints(folder, config, count):
 
 
 def ema(config):
+    """Return whether a row trains a moving average of its parameters."""
     return bool(OmegaConf.select(config, "ema.store_ema"))
 
 
@@ -337,7 +188,7 @@ class Evaluation:
 
     def __init__(self, args):
         self.name, recipe = read_config(args.name)
-        self.overrides = args.overrides
+        self.given, self.overrides = args.name, args.overrides
         self.config = with_overrides(recipe, args.overrides)
         check_options(self.config)
         self.benchmark = self.name.partition("/")[0]
@@ -348,7 +199,7 @@ class Evaluation:
         if not self.checkpoints.exists():
             raise BadInput(f"CHECKPOINTS: expected a folder or a file, got {self.checkpoints}")
         self.folder = self.checkpoints if self.checkpoints.is_dir() else self.checkpoints.parent
-        self.changed = other_settings(self.name, self.config, self.folder)
+        self.changed = other_settings(args.name, self.config, self.folder)
         self.output = Path(args.output).absolute() if args.output else self.folder / "evaluation"
         self.on_cpu = args.cpu or not torch.cuda.is_available()
         self.reported = (
@@ -369,13 +220,13 @@ class Evaluation:
     # -- The model --
 
     def paths(self, average):
-        """The checkpoints behind a number of them."""
+        """Return the checkpoints of which a mean of so many is made."""
         if self.checkpoints.is_file():
             return [self.checkpoints]
         return choose_checkpoints(self.folder, self.config, average)
 
     def model(self, average):
-        """The checkpoint file to score, which is made where it is a mean."""
+        """Return the checkpoint file to score; make it where it is a mean."""
         if self._ready and self._ready[0] == average:
             return self._ready[1]
         paths = self.paths(average)
@@ -397,9 +248,9 @@ class Evaluation:
     # -- Scores --
 
     def score(self, split, settings):
-        """``{name: {"score", "tool"}}`` of a split."""
+        """Return ``{name: {"score", "tool"}}`` of a split."""
         overrides = [f"{key}={value}" for key, value in settings.items() if key != "average"]
-        cfg = composed(self.name, [*self.overrides, *overrides])
+        cfg = composed(self.given, [*self.overrides, *overrides])
         cfg.task.data = str(self.data)
         cfg.common_eval.path = str(self.model(settings["average"]))
         cfg.common.cpu = self.on_cpu
@@ -414,7 +265,7 @@ class Evaluation:
         return self.generated(cfg, split)
 
     def lines(self, prefix, split):
-        """The references of a split. Raises BadInput if lines are missing; None: no such file."""
+        """Return the references of a split, or None without a file. Raises BadInput."""
         path = self.data / f"{prefix}{split}.{self.target or self.prepared['source_lang']}"
         if not path.exists():
             return None
@@ -427,7 +278,7 @@ class Evaluation:
         return lines
 
     def generated(self, cfg, split):
-        """Scores of hypotheses, which are kept beside them."""
+        """Return the scores of hypotheses, which are kept in the output folder."""
         from fairseq_cli import generate
 
         tokenised, plain = (self.lines(prefix, split) for prefix in ("tokenized.", ""))
@@ -438,9 +289,8 @@ class Evaluation:
         cfg.common_eval.results_path = str(self.output)
         cfg.scoring = "bleu"  # of fairseq, which is not read
         generate.main(cfg)
-        hypotheses = read_hypotheses(
-            self.output / f"generate-{split}.txt", self.prepared["lines"][split]
-        )
+        count = self.prepared["lines"][split]
+        hypotheses = read_hypotheses(self.output / f"generate-{split}.txt", count, kind="H")
         text = hypotheses
         if self.prepared["tokenizer"] == "moses":
             text = detokenise(hypotheses, self.target)
@@ -456,7 +306,7 @@ class Evaluation:
         return scores
 
     def perplexity(self, cfg, split):
-        """Perplexity per word, every word and end of line of the text scored once."""
+        """Return the perplexity per word; every word and end of line is scored once."""
         from fairseq import checkpoint_utils, tasks, utils
         from fairseq.logging import progress_bar
         from fairseq.sequence_scorer import SequenceScorer
@@ -496,17 +346,17 @@ class Evaluation:
         return {"perplexity": {"score": math.exp(loss / words), "tool": tool}}
 
 
-def composed(name, overrides):
-    """The config of `name` with every option of fairseq in it, as fairseq-hydra-train has it."""
+def composed(given, overrides):
+    """Return the config with every option of fairseq in it, as fairseq-hydra-train has it."""
     from fairseq.dataclass import initialize
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
 
-    benchmark, system = name.split("/")
-    initialize.hydra_init(system)
+    path = find_config(given)[1]
+    initialize.hydra_init(path.stem)
     try:
-        with initialize_config_dir(str(CONFIGS / benchmark), version_base="1.1"):
-            cfg = compose(system, ["++" + override.lstrip("+") for override in overrides])
+        with initialize_config_dir(str(path.parent), version_base="1.1"):
+            cfg = compose(path.stem, ["++" + override.lstrip("+") for override in overrides])
     except HydraException as error:
         raise BadInput(f"overrides: {str(error).partition(chr(10))[0]}") from None
     initialize.add_defaults(cfg)
@@ -517,7 +367,7 @@ def composed(name, overrides):
 
 
 def candidates_of(evaluation, given):
-    """``{key: values}`` to try, in order, the present value of each first.
+    """Return ``{key: values}`` to try, in order, the present value of each first.
 
     `given` are texts ``KEY=V1,V2``. Raises BadInput for what cannot be tried.
     """
@@ -547,7 +397,7 @@ def candidates_of(evaluation, given):
 
 
 def fits(evaluation, count):
-    """Whether so many checkpoints are there."""
+    """Return whether so many checkpoints are there."""
     try:
         return bool(evaluation.paths(count))
     except BadInput:
@@ -555,7 +405,7 @@ def fits(evaluation, count):
 
 
 def tune(evaluation, settings, candidates):
-    """``(settings, trials)``: those that score best on the validation set.
+    """Return ``(settings, trials)``: those that score best on the validation set, and all.
 
     One key after the other is chosen, with the best values so far of the ones before; of equal
     scores the first stays.
@@ -585,7 +435,7 @@ def tune(evaluation, settings, candidates):
 
 
 def evaluate(args):
-    """The result, as it is written to scores.json. Raises BadInput, ValueError or OSError."""
+    """Return the result, as in scores.json. Raises BadInput, ValueError or OSError."""
     evaluation = Evaluation(args)
     if args.candidates and not args.tune:
         raise BadInput("--try: expected --tune beside it")
@@ -625,14 +475,14 @@ def evaluate(args):
     }
     if trials:
         result["trials"] = trials
-    write_whole(written, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    write_json(written, result)
     if args.results:
         append_result(Path(args.results), result)
     return result
 
 
 def table(result):
-    """The scores for a person."""
+    """Return the scores for a person."""
     paths = result["checkpoints"]
     model = paths[0] if len(paths) == 1 else f"mean of {len(paths)}, {paths[0]} to {paths[-1]}"
     lines = [f"{result['name']} on {result['split']}, {result['lines']:,} lines", f"  {model}"]
@@ -650,14 +500,14 @@ def table(result):
 
 
 def main(arguments=None):
+    """Run the command and return its exit status."""
     args = parse(arguments)
     # Before fairseq sets up its own logging, which prints a screenful of options.
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("fairseq.logging.progress_bar").setLevel(logging.INFO)
-    try:
+
+    def body():
         result = evaluate(args)
-    except (BadInput, OSError, ValueError) as error:
-        print(f"evaluate.sh: {error}".replace("\n", " "), file=sys.stderr)
-        return 2
-    print(json.dumps(result, indent=2, ensure_ascii=False) if args.json else table(result))
-    return 0
+        print(json.dumps(result, indent=2, ensure_ascii=False) if args.json else table(result))
+
+    return command.run("evaluate.sh", body, (BadInput, OSError, ValueError))

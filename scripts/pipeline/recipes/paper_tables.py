@@ -8,105 +8,77 @@ result of a recipe as it is, on the published data; results with other settings 
 tables, not in them.
 """
 
-import argparse
-import json
 import re
-import sys
 from pathlib import Path
 
-from pipeline.common.paths import CONFIGS, ROOT
+from pipeline.common import command
+from pipeline.common.files import read_json
+from pipeline.common.paths import ROOT
+from pipeline.common.tables import markdown
+from pipeline.recipes.config import from_header
 
 NOTHING = "not yet measured"
 
-# Each table: its title, its columns of (heading, benchmark, scores), and its rows of
-# (what it is called, its config in every benchmark).
-TABLES = [
-    (
-        "Table 2: WMT, BLEU",
+PEERS = {"LightConv": "lightconv", "DynamicConv": "dynamicconv"}
+# Of each table, its columns of (heading, benchmark, scores), and the config of each row.
+TABLES = {
+    "Table 2: WMT, BLEU": (
         [
             ("En-De, compound-split tokenised", "wmt16_en_de", ["compound_split_tokenised_bleu"]),
             ("En-Fr, tokenised", "wmt14_en_fr", ["tokenised_bleu"]),
         ],
-        [
-            ("ConvS2S", "fconv"),
-            ("Transformer big", "transformer"),
-            ("LightConv", "lightconv"),
-            ("DynamicConv", "dynamicconv"),
-            ("TaLK", "talkconv"),
-        ],
+        {"ConvS2S": "fconv", "Transformer big": "transformer", **PEERS, "TaLK": "talkconv"},
     ),
-    (
-        "Table 3: IWSLT De-En, BLEU",
+    "Table 3: IWSLT De-En, BLEU": (
         [("tokenised", "iwslt14_de_en", ["tokenised_bleu"])],
-        [
-            ("Transformer", "transformer"),
-            ("LightConv", "lightconv"),
-            ("DynamicConv", "dynamicconv"),
-            ("TaLK", "talkconv"),
-        ],
+        {"Transformer": "transformer", **PEERS, "TaLK": "talkconv"},
     ),
-    (
-        "Table 4: CNN-DM, ROUGE (the paper's by the Perl tool, measured by rouge-score)",
+    "Table 4: CNN-DM, ROUGE (the paper's by the Perl tool, measured by rouge-score)": (
         [("1/2/Lsum", "cnn_dm", ["rouge_1", "rouge_2", "rouge_lsum"])],
-        [
-            ("Self-attention", "transformer"),
-            ("LightConv", "lightconv"),
-            ("DynamicConv", "dynamicconv"),
-            ("TaLK standard", "talkconv"),
-            ("TaLK deep", "talkconv_deep"),
-        ],
+        {"Self-attention": "transformer", **PEERS}
+        | {"TaLK standard": "talkconv", "TaLK deep": "talkconv_deep"},
     ),
-    (
-        "Table 5: WikiText-103, test perplexity per word",
+    "Table 5: WikiText-103, test perplexity per word": (
         [("perplexity", "wikitext103", ["perplexity"])],
-        [
-            ("Adaptive inputs (Transformer)", "transformer"),
-            ("DynamicConv", "dynamicconv"),
-            ("TaLK", "talkconv"),
-        ],
+        {"Adaptive inputs (Transformer)": "transformer"}
+        | {"DynamicConv": "dynamicconv", "TaLK": "talkconv"},
     ),
-]
-ABLATION = [
-    ("One window of 1, no normalisation", "ablation_1_one_window"),
-    ("+ output normalisation", "ablation_2_normalised"),
-    ("+ windows 1,3,7,15x4", "ablation_3_windows"),
-    ("+ offset dropout", "ablation_4_offset_dropout"),
-    ("+ one head a channel (H=512)", "ablation_5_head_a_channel"),
-    ("H=4", "ablation_6_four_heads"),
-    ("ReLU in place of Swish", "ablation_7_relu"),
-]
+}
+ABLATION = {
+    "One window of 1, no normalisation": "ablation_1_one_window",
+    "+ output normalisation": "ablation_2_normalised",
+    "+ windows 1,3,7,15x4": "ablation_3_windows",
+    "+ offset dropout": "ablation_4_offset_dropout",
+    "+ one head a channel (H=512)": "ablation_5_head_a_channel",
+    "H=4": "ablation_6_four_heads",
+    "ReLU in place of Swish": "ablation_7_relu",
+}
 
 
 def paper(name):
-    """What the header of a config says that the paper reports; a second number in brackets.
+    """Return what the header of a config says that the paper reports; a second number in brackets.
 
     Where there are several numbers at once (ROUGE) they stay together.
     """
-    text = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
-    said = re.search(r"^# paper: +(.*)$", text, re.MULTILINE)[1]
+    said = from_header(name, "paper")
     numbers = re.findall(r"[\d./]*\d\.\d+(?: \+- [.\d]+)?", said.partition("(")[0])
     if not numbers:
         return said if said != "none" else "–"
     return numbers[0] + (f" ({numbers[1]})" if numbers[1:] else "")
 
 
-def read_json(path, kind):
-    """The JSON in `path`, or an empty `kind` without a file. Raises ValueError for another."""
-    if not path.exists():
-        return kind()
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: expected JSON, got {error}") from None
+def read_results(path, kind):
+    """Return the JSON in `path`, or an empty `kind` without a file. Raises ValueError."""
+    value = read_json(path) if path.exists() else kind()
     if not isinstance(value, kind):
         raise ValueError(f"{path}: expected a JSON {kind.__name__}, got another")
     return value
 
 
 def measured(name, scores, folder):
-    """``(cell, notes)``: the scores of the last result of the recipe as it is; and the others."""
+    """Return ``(cell, notes)``: the last scores of the recipe as it is, and a note on others."""
     cell, notes = NOTHING, []
-    for result in read_json(folder / f"{name}.json", list):
+    for result in read_results(folder / f"{name}.json", list):
         others = [*result["changed"], *result["other_data"]]
         if result["split"] != "test":
             others.append(f"scored on {result['split']}")
@@ -121,7 +93,7 @@ def measured(name, scores, folder):
 
 
 def ablation_cell(result):
-    """Mean and deviation of the seeds of a row of Table 7."""
+    """Return mean and deviation of the seeds of a row of Table 7."""
     if result is None:
         return NOTHING
     seeds = f"{len(result['seeds'])} seed" + "s" * (len(result["seeds"]) > 1)
@@ -134,37 +106,34 @@ def ablation_cell(result):
     return f"{cell} ({seeds}{diverged})"
 
 
-def markdown(title, headings, rows):
-    """A table whose columns are aligned in plain text too."""
-    widths = [max(map(len, column)) for column in zip(headings, *rows)]
-    lines = [headings, ["-" * width for width in widths], *rows]
-    padded = (" | ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in lines)
-    return f"**{title}**\n\n" + "\n".join(f"| {line} |" for line in padded)
+def titled(title, headings, rows):
+    """Return a table in Markdown with its title."""
+    return f"**{title}**\n\n" + markdown(headings, rows)
 
 
 def tables(folder):
-    """The text of all tables. Raises ValueError or OSError for results that cannot be read."""
+    """Return all tables as text. Raises ValueError or OSError for results that cannot be read."""
     texts, notes = [], []
-    for title, columns, systems in TABLES:
+    for title, (columns, systems) in TABLES.items():
         headings = [""]
         for heading, _, _ in columns:
             headings += [f"{heading}: paper", "measured"]
         rows = []
-        for label, system in systems:
+        for label, system in systems.items():
             row = [label]
             for _, benchmark, scores in columns:
                 cell, more = measured(f"{benchmark}/{system}", scores, folder)
                 row += [paper(f"{benchmark}/{system}"), cell]
                 notes += more
             rows.append(row)
-        texts.append(markdown(title, headings, rows))
-    results = read_json(folder / "iwslt14_de_en/ablation.json", dict)
+        texts.append(titled(title, headings, rows))
+    results = read_results(folder / "iwslt14_de_en/ablation.json", dict)
     rows = [
         [label, paper(f"iwslt14_de_en/{row}"), ablation_cell(results.get(row))]
-        for label, row in ABLATION
+        for label, row in ABLATION.items()
     ]
     title = "Table 7: ablation on IWSLT De-En, validation BLEU"
-    texts.append(markdown(title, ["", "paper", "measured"], rows))
+    texts.append(titled(title, ["", "paper", "measured"], rows))
     if notes:
         listed = "\n".join(f"- {note}" for note in notes)
         texts.append(f"Results that are not of a recipe as it is:\n\n{listed}")
@@ -172,14 +141,10 @@ def tables(folder):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Run the command; one line and status 2 for results that cannot be read."""
+    parser = command.parser("results_table.py", __doc__)
     parser.add_argument("--results", type=Path, default=ROOT / "results", metavar="DIR")
     args = parser.parse_args(arguments)
-    try:
-        print(tables(args.results))
-    except (OSError, ValueError) as error:
-        print(f"results_table.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return command.run(
+        "results_table.py", lambda: print(tables(args.results)), (OSError, ValueError)
+    )

@@ -1,11 +1,10 @@
 """Score summaries by ROUGE; see scripts/evaluate_rouge.sh --help."""
 
-import argparse
 import json
-import re
-import sys
 from pathlib import Path
 
+from pipeline.common import command
+from pipeline.common.generated import generated_file, lines_of_kind
 from talk_fairseq.rouge import rouge, version
 
 DESCRIPTION = """\
@@ -24,12 +23,10 @@ examples:
   scripts/evaluate_rouge.sh generated/ data-bin/cnn_dm/test.target --sentence-separator ' . '
   scripts/evaluate_rouge.sh generated/generate-test.txt --json
 """
-GENERATED = re.compile(r"D-(\d+)\t\S+\t(.*)")
-TARGET = re.compile(r"T-(\d+)\t(.*)")
 
 
 def read_text(path):
-    """The text of a file. Raises ValueError if it is empty or not UTF-8; OSError."""
+    """Return the text of a file. Raises ValueError if it is empty or not UTF-8; OSError."""
     try:
         text = path.read_bytes().decode("utf-8-sig")  # only line feeds end a line
     except UnicodeDecodeError as error:
@@ -40,29 +37,18 @@ def read_text(path):
 
 
 def read_hypotheses(path):
-    """``(hypotheses, references or None)`` of a text file or of fairseq-generate's output.
+    """Return ``(hypotheses, references or None)`` of a text file or of fairseq-generate's output.
 
     Raises ValueError for damaged output of fairseq-generate; OSError.
     """
-    if path.is_dir():
-        found = sorted(path.glob("generate-*.txt"))
-        if len(found) != 1:
-            names = ", ".join(file.name for file in found) or "none"
-            raise ValueError(f"{path}: expected one generate-*.txt, got {names}")
-        path = found[0]
+    path = generated_file(path) if path.is_dir() else path
     text = read_text(path)
     lines = text.removesuffix("\n").split("\n")
-    if not path.name.startswith("generate-") and not any(map(GENERATED.fullmatch, lines)):
+    hypotheses, references = (lines_of_kind(lines, kind) for kind in "DT")
+    if not path.name.startswith("generate-") and not hypotheses:
         return lines, None
     if not text.endswith("\n"):
         raise ValueError(f"{path}: expected whole lines of fairseq-generate, got one cut short")
-    hypotheses, references = {}, {}
-    for line in lines:
-        if match := GENERATED.fullmatch(line):
-            hypotheses.setdefault(int(match[1]), match[2])  # the best of --nbest is the first
-        elif match := TARGET.fullmatch(line):
-            # An unknown word of a reference must not match one of a hypothesis.
-            references[int(match[1])] = match[2].replace("<<unk>>", "unknowninreference")
     numbers = range(len(hypotheses))
     if not hypotheses or hypotheses.keys() != set(numbers):
         missing = sorted(set(range(max(hypotheses, default=0) + 1)) - hypotheses.keys())
@@ -72,12 +58,13 @@ def read_hypotheses(path):
             f"{path}: expected a D- and a T- line of each sentence, "
             f"got {len(hypotheses)} and {len(references)}"
         )
-    in_order = [references[number] for number in numbers] if references else None
-    return [hypotheses[number] for number in numbers], in_order
+    # An unknown word of a reference must not match one of a hypothesis.
+    known = {n: text.replace("<<unk>>", "unknowninreference") for n, text in references.items()}
+    return [hypotheses[n] for n in numbers], [known[n] for n in numbers] if known else None
 
 
 def read_references(path):
-    """The lines of a file. Raises ValueError if one is empty; OSError."""
+    """Return the lines of a file. Raises ValueError if one is empty; OSError."""
     lines = read_text(path).removesuffix("\n").split("\n")
     empty = next((number for number, line in enumerate(lines, 1) if not line.strip()), None)
     if empty is not None:
@@ -86,7 +73,7 @@ def read_references(path):
 
 
 def score(hypothesis_path, reference_path=None, sentence_separator=None, stemming=True):
-    """The scores and how they were made, as a dictionary that JSON can hold.
+    """Return the scores and how they were made, as a dictionary that JSON can hold.
 
     Raises ValueError for files that do not fit, are damaged or empty; OSError.
     """
@@ -115,41 +102,38 @@ def score(hypothesis_path, reference_path=None, sentence_separator=None, stemmin
 
 def main(arguments=None):
     """Run the command; one line and status 2 for input that cannot be used."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/evaluate_rouge.sh",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("hypotheses", metavar="HYPOTHESES", type=Path)
-    parser.add_argument("references", metavar="REFERENCES", type=Path, nargs="?")
-    parser.add_argument(
-        "--sentence-separator", metavar="TEXT", help="what separates the sentences of a summary"
-    )
-    parser.add_argument("--no-stemming", action="store_true", help="compare words, not stems")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = command.parser("evaluate_rouge.sh", DESCRIPTION, EXAMPLES)
+    add = parser.add_argument
+    add("hypotheses", metavar="HYPOTHESES", type=Path)
+    add("references", metavar="REFERENCES", type=Path, nargs="?")
+    add("--sentence-separator", metavar="TEXT", help="what separates the sentences of a summary")
+    add("--no-stemming", action="store_true", help="compare words, not stems")
+    add("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(arguments)
     if args.sentence_separator == "":
         parser.error("--sentence-separator: expected text, got none")
-    try:
-        result = score(
-            args.hypotheses, args.references, args.sentence_separator, not args.no_stemming
-        )
-    except (ImportError, OSError, ValueError) as error:
-        print(f"evaluate_rouge.sh: {error}", file=sys.stderr)
-        return 2
-    if args.json:
-        print(json.dumps(result))
-        return 0
-    for kind, name in (("1", "1"), ("2", "2"), ("l", "L"), ("lsum", "Lsum")):
-        print(f"{'ROUGE-' + name:<10} {result['rouge_' + kind]:.2f}")
+
+    def body():
+        stemming = not args.no_stemming
+        result = score(args.hypotheses, args.references, args.sentence_separator, stemming)
+        print(json.dumps(result) if args.json else table(result))
+
+    return command.run("evaluate_rouge.sh", body, (ImportError, OSError, ValueError))
+
+
+def table(result):
+    """Return the scores for a person."""
+    lines = [
+        f"{'ROUGE-' + name:<10} {result['rouge_' + name.lower()]:.2f}"
+        for name in ("1", "2", "L", "Lsum")
+    ]
     stems = "stemming" if result["stemming"] else "no stemming"
     separator = result["sentence_separator"]
     sentences = (
         f"sentences separated by {separator!r}" if separator else "a summary is one sentence"
     )
-    print(
+    lines.append(
         f"F-measures in percent of {result['summaries']:,} summaries "
         f"({result['tool']} {result['version']}, {stems}, {sentences})"
     )
-    return 0
+    return "\n".join(lines)

@@ -1,27 +1,30 @@
 """Train the model of configs/NAME.yaml with fairseq-hydra-train; see scripts/train.sh --help."""
 
-import argparse
-import difflib
-import enum
 import hashlib
-import math
 import os
 import re
 import shlex
 import sys
-import typing
-from dataclasses import fields, is_dataclass
-from functools import partial
 from pathlib import Path
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from pipeline.common import command
+from pipeline.common.command import BadInput
 from pipeline.common.files import write_whole
-from pipeline.common.paths import CONFIGS, ROOT
+from pipeline.common.paths import PLUGIN, ROOT
+from pipeline.recipes.config import (
+    HARMLESS,
+    check_options,
+    differences,
+    find_config,
+    read_config,
+    with_overrides,
+)
 
 DESCRIPTION = """\
 Trains the model of configs/NAME.yaml, on the CPU, on one GPU, on several, or on several nodes.
+NAME may also be the path of a YAML file of yours for fairseq-hydra-train.
 The batch of an update is the recipe's on any number of devices: gradients are accumulated over
 as many steps as that takes. Run it again to resume. TensorBoard's logs are written beside the
 checkpoints.
@@ -35,241 +38,32 @@ examples:
   scripts/train.sh iwslt14_de_en/talkconv --cpu optimization.max_update=10
 """
 
-# What may change when a run goes on; none of it makes another model of a row.
-MAY_CHANGE = {
-    "checkpoint.keep_interval_updates",
+# What may change when a run goes on.
+MAY_CHANGE = HARMLESS | {
     "checkpoint.keep_last_epochs",
-    "checkpoint.save_interval_updates",
-    "common.log_interval",
-    "dataset.max_tokens",
-    "dataset.num_workers",
-    "dataset.validate_after_updates",
     "optimization.max_epoch",
     "optimization.max_update",
     "optimization.update_freq",
 }
 
 
-class BadInput(Exception):
-    """Something that the caller can mend; the message says what."""
-
-
 def parse(arguments):
-    parser = argparse.ArgumentParser(
-        prog="scripts/train.sh",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("name", metavar="NAME", help="a file of configs/, without .yaml")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="GROUP.KEY=VALUE", help="options that replace the config's"
-    )
-    parser.add_argument("--data", help="binarised data (default: data-bin/BENCHMARK)")
-    parser.add_argument("--save-dir", help="folder of the run (default: checkpoints/NAME)")
-    parser.add_argument(
-        "--devices", type=int, metavar="N", help="GPUs of this node to use (default: all)"
-    )
-    parser.add_argument(
-        "--cpu", action="store_true", help="use no GPU; --devices are then processes (default: 1)"
-    )
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes")
-    parser.add_argument(
-        "--rendezvous", metavar="HOST[:PORT]", help="the node of --nodes where all of them meet"
-    )
-    parser.add_argument(
-        "--precision",
-        choices=("fp32", "fp16", "bf16"),
-        help="numbers to train with (default: the config's on a GPU, fp32 on the CPU)",
-    )
-    parser.add_argument(
-        "--restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="start again from the last checkpoint when a process dies, up to N times (default: 0)",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the command and stop")
+    parser = command.parser("train.sh", DESCRIPTION, EXAMPLES)
+    add = parser.add_argument
+    add("name", metavar="NAME", help="a file of configs/, without .yaml, or the path of a YAML")
+    add("overrides", nargs="*", metavar="GROUP.KEY=VALUE", help="options that replace the config's")
+    add("--data", help="binarised data (default: the config's, or data-bin/BENCHMARK)")
+    add("--save-dir", help="folder of the run (default: the config's, or checkpoints/NAME)")
+    add("--devices", type=int, metavar="N", help="GPUs of this node to use (default: all)")
+    add("--cpu", action="store_true", help="use no GPU; --devices are then processes (default: 1)")
+    add("--nodes", type=int, default=1, metavar="N", help="number of nodes")
+    add("--rendezvous", metavar="HOST[:PORT]", help="the node of --nodes where all of them meet")
+    add("--precision", choices=("fp32", "fp16", "bf16"), help="numbers to train with (default: the "
+        "config's on a GPU, fp32 on the CPU)")  # fmt: skip
+    add("--restarts", type=int, default=0, metavar="N", help="start again from the last checkpoint "
+        "when a process dies, up to N times (default: 0)")  # fmt: skip
+    add("--dry-run", action="store_true", help="print the command and stop")
     return parser.parse_intermixed_args(arguments)
-
-
-def read_config(name):
-    """The full name and the config of ``configs/NAME.yaml``.
-
-    Raises BadInput, with names that are like it, if there is none.
-    """
-    name = name.removeprefix("configs/").removesuffix(".yaml")
-    names = sorted(
-        path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.glob("*/*.yaml")
-    )
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-        near = near or [other for other in names if other.startswith(name.partition("/")[0] + "/")]
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"
-        raise BadInput(f"NAME: expected a config, got {name!r}; {hint}")
-    return name, OmegaConf.load(CONFIGS / f"{name}.yaml")
-
-
-def with_overrides(config, overrides):
-    """A copy of `config` with ``["GROUP.KEY=VALUE", …]``, read as YAML, in it."""
-    for override in overrides:
-        if not re.match(r"\+{0,2}\w+\.[\w.]+=", override):
-            raise BadInput(f"overrides: expected GROUP.KEY=VALUE, got {override!r}")
-    return OmegaConf.merge(
-        config, OmegaConf.from_dotlist([override.lstrip("+") for override in overrides])
-    )
-
-
-# --- The options of fairseq ---
-
-# What an option of a type takes: in words, and as Python has it.
-KINDS = {
-    bool: ("true or false", bool),
-    int: ("an integer", int),
-    float: ("a number", (int, float)),
-    str: ("text", (str, int, float)),
-}
-
-
-def check_options(config):
-    """Raise BadInput for a key that is no option of fairseq's, or a value that one does not take.
-
-    Hydra adds what it does not know, and fairseq's older models take any key. Importing what
-    knows them, the dataclasses that fairseq registers and the flags of what has none, takes
-    seconds.
-    """
-    import talk_fairseq  # noqa: F401  registers the models
-
-    groups = {
-        group: options if isinstance(options, dict) else {"_name": options}
-        for group, options in OmegaConf.to_container(config).items()
-    }
-    known = known_options(groups)
-    for group, options in groups.items():
-        for name, value in options.items():
-            key = f"{group}.{name}"
-            if key not in known:
-                raise BadInput(
-                    f"options: expected those of fairseq, got {key}{did_you_mean(key, known)}"
-                )
-            expected = known[key](value)
-            if expected:
-                raise BadInput(f"{key}: expected {expected}, got {value!r}")
-
-
-def known_options(groups):
-    """``{"model.dropout": function, …}`` of every option there is beside the names in `groups`.
-
-    Each function returns None for a value that the option takes, else what it expects, in words.
-    Raises BadInput for a name that fairseq does not register.
-    """
-    from fairseq import models, tasks
-    from fairseq.dataclass.configs import FairseqConfig
-    from fairseq.registry import REGISTRIES
-    from hydra.conf import HydraConf
-
-    declared = {group.name: group.type for group in fields(FairseqConfig)} | {"hydra": HydraConf}
-    registries = {group: registry["registry"] for group, registry in REGISTRIES.items()}
-    registries |= {"model": models.ARCH_MODEL_REGISTRY, "task": tasks.TASK_REGISTRY}
-    known = {}
-    for group, schema in declared.items():
-        if group in registries and group in groups:
-            registry, name = registries[group], groups[group].get("_name")
-            if name not in registry:
-                raise BadInput(
-                    f"{group}._name: expected one that fairseq registers, got {name!r}"
-                    + did_you_mean(str(name), registry)
-                )
-            known[f"{group}._name"] = lambda value: None
-            schema = getattr(registry[name], "__dataclass", None)
-            if schema is None and hasattr(registry[name], "add_args"):
-                parser = argparse.ArgumentParser(add_help=False)
-                registry[name].add_args(parser)
-                for flag in parser._actions:
-                    known[f"{group}.{flag.dest}"] = partial(expected_by_flag, flag)
-        if is_dataclass(schema):
-            empty = OmegaConf.structured(schema)
-            for field in fields(schema):
-                known[f"{group}.{field.name}"] = partial(expected_by_field, empty, field)
-    return known
-
-
-def expected_by_field(empty, field, value):
-    """What a field of the structured config `empty` expects; None if it takes `value`."""
-    try:
-        taken = OmegaConf.merge(empty, {field.name: value})
-    except OmegaConfBaseException:
-        return in_words(field.type)
-    return expected_range(field.name, field.default, OmegaConf.to_container(taken)[field.name])
-
-
-def expected_by_flag(flag, value):
-    """What an argparse flag expects; None if it takes `value`, which fairseq uses as it stands."""
-    from fairseq.utils import eval_bool
-
-    if value is None:
-        return None
-    if flag.choices:
-        return None if value in flag.choices else f"one of {', '.join(map(str, flag.choices))}"
-    kind = bool if flag.nargs == 0 or flag.type is eval_bool else flag.type or str
-    if kind in KINDS:
-        words, types = KINDS[kind]
-        values = value if isinstance(value, list) and flag.nargs in ("+", "*") else [value]
-        # For Python, True is a number.
-        fits = all(
-            isinstance(one, types) and isinstance(one, bool) == (kind is bool) for one in values
-        )
-        return expected_range(flag.dest, flag.default, value) if fits else words
-    try:
-        kind(str(value))
-    except Exception:  # whatever a function of fairseq raises
-        return f"what the flag {flag.option_strings[0]} takes"
-
-
-# By how the names of options end.
-COUNTS = ("coder_layers", "_dim", "_heads", "max_tokens", "batch_size", "update_freq")
-SHARES = ("dropout", "layerdrop", "label_smoothing")
-
-
-def expected_range(name, default, value):
-    """The numbers that an option expects, in words; None if `value` is one of them or no number.
-
-    Numbers are negative only where fairseq's default is, as that means "off", and counts 0
-    likewise.
-    """
-    numbers = [
-        n for n in (value if isinstance(value, list) else [value]) if type(n) in (int, float)
-    ]
-    if name.endswith(SHARES):
-        return None if all(0 <= n <= 1 for n in numbers) else "0 to 1"
-    default = default if type(default) in (int, float) else math.inf
-    least = 1 if name.endswith(COUNTS) and default > 0 else 0
-    return None if default < 0 or all(n >= least for n in numbers) else f"at least {least}"
-
-
-def in_words(kind):
-    """What a type in one of fairseq's dataclasses stands for."""
-    inner = [part for part in typing.get_args(kind) if part is not type(None)]
-    if typing.get_origin(kind) is typing.Union:
-        return in_words(inner[0])
-    if typing.get_origin(kind) in (list, tuple):
-        return "a list, each " + in_words(inner[0])
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return f"one of {', '.join(kind.__members__)}"
-    if is_dataclass(kind):
-        return "some of " + ", ".join(field.name for field in fields(kind))
-    return KINDS[kind][0] if kind in KINDS else "another type"
-
-
-def did_you_mean(key, known):
-    """The end of a message that names what of `known` is most like `key`, if anything is."""
-    in_other_groups = [other for other in known if other.endswith("." + key.partition(".")[2])]
-    cutoff = 0 if in_other_groups else 0.6
-    near = difflib.get_close_matches(key, in_other_groups or known, n=1, cutoff=cutoff)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-# --- The run ---
 
 
 def check_data(name, data):
@@ -287,13 +81,11 @@ def check_folder(save_dir, trained):
     if save_dir.exists() and not save_dir.is_dir():
         raise BadInput(f"--save-dir: expected a folder, got the file {save_dir}")
     if record.exists():
-        before, here = (dict(flat(config)) for config in (OmegaConf.load(record), trained))
-        for key in sorted((before.keys() | here.keys()) - MAY_CHANGE):
-            if before.get(key) != here.get(key):
-                raise BadInput(
-                    f"--save-dir: expected a run of the same config in {save_dir}, got one with "
-                    f"{key} {before.get(key)}, not {here.get(key)}; choose another folder"
-                )
+        for key, (before, here) in differences(OmegaConf.load(record), trained, MAY_CHANGE).items():
+            raise BadInput(
+                f"--save-dir: expected a run of the same config in {save_dir}, got one with "
+                f"{key} {before}, not {here}; choose another folder"
+            )
     elif list(save_dir.glob("*.pt")):
         raise BadInput(
             f"--save-dir: expected a folder of scripts/train.sh, got checkpoints of something "
@@ -301,24 +93,15 @@ def check_folder(save_dir, trained):
         )
 
 
-def flat(config, prefix=""):
-    """The pairs ``("model.dropout", 0.3)`` of a nested config."""
-    for key, value in OmegaConf.to_container(config).items():
-        if isinstance(value, dict):
-            yield from flat(OmegaConf.create(value), f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
 def gpus():
-    """The number of GPUs that PyTorch can use."""
+    """Return the number of GPUs that PyTorch can use."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def choose_devices(args, recipe, config):
-    """``(on_cpu, processes on this node)``; without --devices the most that share the batch.
+    """Return ``(on_cpu, processes on this node)``; by default the most that share the batch.
 
     A dry run takes the given number of GPUs to be there. Raises BadInput if there are too few.
     """
@@ -341,48 +124,53 @@ def choose_devices(args, recipe, config):
     return False, max(sharing, default=found)
 
 
-def shared_evenly(recipe, config, processes):
-    """Whether so many processes make up the recipe's batch, which is counted in tokens.
-
-    Raises BadInput if those of the config are not.
-    """
-    if config.dataset.max_tokens is None:
-        raise BadInput("dataset.max_tokens: expected a number, as the recipe's batch has, got null")
-    return whole_batch(recipe) % (config.dataset.max_tokens * processes) == 0
+def step_of(config):
+    """Return the most tokens of a step of a process. Raises BadInput without such a limit."""
+    tokens = OmegaConf.select(config, "dataset.max_tokens")
+    if tokens is None:
+        raise BadInput(
+            "dataset.max_tokens: expected a number, by which the batch of an update is counted, "
+            "got none; optimization.update_freq=[N] sets another batch"
+        )
+    return tokens
 
 
 def whole_batch(recipe):
-    """The most tokens that an update of the recipe sees."""
-    return (
-        recipe.dataset.max_tokens
-        * recipe.optimization.update_freq[0]
-        * recipe.distributed_training.distributed_world_size
-    )
+    """Return the most tokens that an update of the recipe sees; one step of one process each."""
+    steps = OmegaConf.select(recipe, "optimization.update_freq") or [1]
+    processes = OmegaConf.select(recipe, "distributed_training.distributed_world_size") or 1
+    return step_of(recipe) * steps[0] * processes
+
+
+def shared_evenly(recipe, config, processes):
+    """Return whether so many processes make up the recipe's batch, which is counted in tokens."""
+    return whole_batch(recipe) % (step_of(config) * processes) == 0
 
 
 def accumulation(recipe, config, processes):
-    """Over how many steps each process accumulates gradients for the recipe's batch.
+    """Return over how many steps each process accumulates gradients for the recipe's batch.
 
     Raises BadInput if the processes cannot share it evenly.
     """
+    batch, step = whole_batch(recipe), step_of(config)
     if shared_evenly(recipe, config, processes):
-        return whole_batch(recipe) // (config.dataset.max_tokens * processes)
-    steps, left = divmod(whole_batch(recipe), config.dataset.max_tokens)
+        return batch // (step * processes)
+    steps, left = divmod(batch, step)
     counts = [str(n) for n in range(1, 65) if steps % n == 0 and not left]
-    share, uneven = divmod(whole_batch(recipe), processes)
-    tokens = next((n for n in range(config.dataset.max_tokens, 99, -1) if share % n == 0), None)
+    share, uneven = divmod(batch, processes)
+    tokens = next((n for n in range(step, 99, -1) if share % n == 0), None)
     hints = [f"these fit: {', '.join(counts)}"] if counts else []
     if tokens and not uneven:
         hints.append(f"{processes} fit with dataset.max_tokens={tokens}")
     hints.append("optimization.update_freq=[N] sets another batch")
     raise BadInput(
-        f"--devices: expected devices that share the batch of {whole_batch(recipe):,} tokens in "
-        f"steps of {config.dataset.max_tokens:,}, got {processes}; {'; '.join(hints)}"
+        f"--devices: expected devices that share the batch of {batch:,} tokens in steps of "
+        f"{step:,}, got {processes}; {'; '.join(hints)}"
     )
 
 
 def hydra_value(value):
-    """`value` for Hydra's command line, quoted where it needs to be and is not."""
+    """Return `value` for Hydra's command line, quoted where it needs to be and is not."""
     value = str(value)
     if value[:1] in ("'", '"', "[", "{") or re.fullmatch(r"[\w./:@%+-]*", value):
         return value
@@ -390,7 +178,7 @@ def hydra_value(value):
 
 
 def plan(args):
-    """What to run: ``(command, environment, folder, record of the run)``. Raises BadInput."""
+    """Return ``(command, environment, folder, record of the run)``. Raises BadInput."""
     name, recipe = read_config(args.name)
     config = with_overrides(recipe, args.overrides)
     if args.overrides or not args.dry_run:
@@ -402,16 +190,17 @@ def plan(args):
         raise BadInput(f"--restarts: expected at least 0, got {args.restarts}")
     processes = devices * args.nodes
 
-    benchmark, system = name.split("/")
-    data = Path(args.data or ROOT / "data-bin" / benchmark).absolute()
-    save_dir = Path(args.save_dir or ROOT / "checkpoints" / name).absolute()
+    data = args.data or OmegaConf.select(config, "task.data")
+    data = Path(data or ROOT / "data-bin" / name.partition("/")[0]).absolute()
+    save_dir = args.save_dir or OmegaConf.select(config, "checkpoint.save_dir")
+    save_dir = Path(save_dir or ROOT / "checkpoints" / name).absolute()
     trained = OmegaConf.merge({"name": name}, config)
     if not args.dry_run:
         check_data(name, data)
         check_folder(save_dir, trained)
 
     options = {
-        "common.user_dir": ROOT / "talk_fairseq",
+        "common.user_dir": PLUGIN,
         "common.tensorboard_logdir": save_dir / "tensorboard",
         "task.data": data,
         "checkpoint.save_dir": save_dir,
@@ -429,7 +218,7 @@ def plan(args):
     if on_cpu:
         options["common.cpu"] = "true"
         if processes > 1:
-            # fairseq joins the processes before it imports the plugin, whose mend of this it lacks.
+            # fairseq joins the processes before it imports the plugin, which patches this.
             options |= {
                 "distributed_training.distributed_backend": "gloo",
                 "distributed_training.distributed_init_method": "env://",
@@ -440,7 +229,7 @@ def plan(args):
     # Nodes with this id form one run: another may use the same HOST[:PORT].
     meeting_id = name.replace("/", ".") + "-" + hashlib.sha256(bytes(save_dir)).hexdigest()[:8]
     programs = Path(sys.executable).parent
-    command = [programs / "fairseq-hydra-train"]
+    words = [programs / "fairseq-hydra-train"]
     if processes > 1 or args.restarts:
         host, _, port = (args.rendezvous or "").partition(":")
         meeting = (
@@ -450,12 +239,13 @@ def plan(args):
             + ["--rdzv-endpoint", f"{host}:{port or 29500}"]
         )
         meeting += ["--max-restarts", args.restarts] if args.restarts else []
-        command = [programs / "torchrun", *meeting, "--nproc-per-node", devices, *command]
-    command += ["--config-dir", CONFIGS / benchmark, "--config-name", system]
-    command += [f"++{key}={hydra_value(value)}" for key, value in options.items()]
+        words = [programs / "torchrun", *meeting, "--nproc-per-node", devices, *words]
+    path = find_config(args.name)[1]
+    words += ["--config-dir", path.parent, "--config-name", path.stem]
+    words += [f"++{key}={hydra_value(value)}" for key, value in options.items()]
     for override in args.overrides:
         key, _, value = override.lstrip("+").partition("=")
-        command.append(f"++{key}={hydra_value(value)}")
+        words.append(f"++{key}={hydra_value(value)}")
 
     environment = {"PYTHONWARNINGS": "ignore"}  # fairseq calls much that PyTorch has deprecated
     if on_cpu:
@@ -463,21 +253,22 @@ def plan(args):
     if args.restarts:
         # Else processes that start again look for each other where the dead ones listened.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    return [str(word) for word in command], environment, save_dir, trained
+    return [str(word) for word in words], environment, save_dir, trained
 
 
 def main(arguments=None):
+    """Run the command; it becomes fairseq's, unless this is a dry run."""
     args = parse(arguments)
-    try:
-        command, environment, save_dir, trained = plan(args)
-    except BadInput as error:
-        print(f"train.sh: {error}", file=sys.stderr)
-        return 2
-    shown = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
-    shown += [shlex.quote(word) for word in command]
-    print(re.sub(r" (?='?\+\+)", r" \\\n    ", " ".join(shown)), flush=True)
-    if args.dry_run:
-        return 0
-    save_dir.mkdir(parents=True, exist_ok=True)
-    write_whole(save_dir / "trained.yaml", OmegaConf.to_yaml(trained))
-    os.execve(command[0], command, {**os.environ, **environment})
+
+    def body():
+        words, environment, save_dir, trained = plan(args)
+        shown = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+        shown += [shlex.quote(word) for word in words]
+        print(re.sub(r" (?='?\+\+)", r" \\\n    ", " ".join(shown)), flush=True)
+        if args.dry_run:
+            return
+        save_dir.mkdir(parents=True, exist_ok=True)
+        write_whole(save_dir / "trained.yaml", OmegaConf.to_yaml(trained))
+        os.execve(words[0], words, {**os.environ, **environment})
+
+    return command.run("train.sh", body)
