@@ -3,6 +3,7 @@
 import os
 
 import torch
+from torch._decomp import register_decomposition
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
@@ -40,10 +41,10 @@ def empty_like(tensor):
 
 
 def register(schema, kernel, fake, setup_context=None, backward=None, reference=None):
-    """Register an operator with PyTorch, whose calls take half the time of those that
-    `torch.library.custom_op` makes.
+    """Register an operator with PyTorch. Its calls take half the time of those of an operator
+    that `torch.library.custom_op` makes.
 
-    Its channels, the last axis of all its tensors, must not depend on each other: under
+    Its channels, the last axis of all its tensors, do not depend on each other: under
     `torch.vmap` it is called once, on the channels of all examples.
 
     Args:
@@ -53,7 +54,7 @@ def register(schema, kernel, fake, setup_context=None, backward=None, reference=
         setup_context, backward: as in :class:`torch.autograd.Function`; without them it has no
             derivatives, and a backward pass that needs them fails.
         reference: the same in plain PyTorch, which computes it where an input has a tangent
-            (forward-mode differentiation); without it such a call fails.
+            (forward-mode differentiation), and where torch.onnx exports it; without it both fail.
 
     Returns:
         The operator.
@@ -65,6 +66,11 @@ def register(schema, kernel, fake, setup_context=None, backward=None, reference=
         _LIBRARY.impl(name, kernel, device)
     torch.library.register_fake(f"talk_conv::{name}", fake, lib=_LIBRARY)
     torch.library.register_vmap(f"talk_conv::{name}", _vmap(op), lib=_LIBRARY)
+    if reference is not None:
+        # torch.onnx translates this instead of the operator. Without the second line, fake tensors
+        # whose sizes are symbols would go through it as well.
+        register_decomposition(op)(reference)
+        register_decomposition(op, type="meta")(fake)
     redispatch, below = op.redispatch, torch._C._after_autograd_keyset
 
     def no_derivative(*_):
@@ -96,7 +102,8 @@ def register(schema, kernel, fake, setup_context=None, backward=None, reference=
 
     def autograd(keyset, *inputs):
         transformed = transforms_are_active()
-        # Looking for tangents takes microseconds. A compiled function enters no level of forward_ad.
+        # Looking for tangents takes microseconds, so not at each call. What torch.compile makes of
+        # a function enters no level of forward_ad, but its tensors are of another type.
         if (
             transformed or forward_ad._current_level >= 0 or type(inputs[0]) is not torch.Tensor
         ) and _any_tangent(inputs):
