@@ -1,4 +1,4 @@
-"""The operators under PyTorch's transformations of functions, and the table of those in the docs."""
+"""The operators and modules under PyTorch's transformations, and the table of those in the docs."""
 
 import functools
 import re
@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 
 from conftest import ROOT
 from talk_fairseq import (
-    TaLKConv,
     TaLKConvState,
     TaLKConvUnit,
     talk_conv,
@@ -195,6 +194,13 @@ def test_other_derivatives_of_second_order_work(name):
         assert torch.allclose(got, expected) and expected.any()
 
 
+def test_steps_have_second_derivatives():
+    x, left, *_ = arguments(5, 1, 2, 1, 4, 0, torch.float64)
+    function, reference = OPERATORS["update"]
+    got, expected = (hessian(squares(f))(x, left) for f in (function, reference))
+    assert torch.allclose(got, expected) and expected.any()
+
+
 def test_a_tangent_in_a_backward_pass_is_refused():
     x, left, right, *window = arguments(7, 2, 4, 2, 4, 3)
     x.requires_grad_()
@@ -222,7 +228,7 @@ def test_half_precision(dtype):
     """The offsets stay in float32, and each example has the bits that it has alone."""
     x, left, right, *window = arguments(40, 2, 8, 2, 4, 3, dtype, torch.float32)
     (out, tangent), (expected, slope) = (
-        jvp(lambda x, left: f(x, left, right, *window), (x, left), (x, left))
+        jvp(lambda x, left, f=f: f(x, left, right, *window), (x, left), (x, left))
         for f in (talk_conv, talk_conv_reference)
     )
     assert out.dtype == tangent.dtype == dtype
@@ -315,12 +321,12 @@ def test_jit_trace(unit, tmp_path):
     module = Output(unit).eval()
     traced = torch.jit.trace(module, batch(9, 2))
     traced.save(tmp_path / "traced.pt")
-    for traced in (traced, torch.jit.load(tmp_path / "traced.pt")):
+    for program in (traced, torch.jit.load(tmp_path / "traced.pt")):
         for inputs in (batch(9, 2), batch(30, 3), batch(1, 1)):
-            assert torch.equal(traced(*inputs), module(*inputs))
+            assert torch.equal(program(*inputs), module(*inputs))
             got, expected = (
                 torch.autograd.grad(f(*inputs).square().sum(), list(f.parameters()))
-                for f in (traced, module)
+                for f in (program, module)
             )
             assert all(map(torch.equal, got, expected))
 
@@ -372,3 +378,19 @@ def test_compiled_transformations(name):
     )
     got, expected = compiled(inputs, tangents), transform(reference, inputs, tangents)
     assert all(map(torch.allclose, tree_leaves(got), tree_leaves(expected)))
+
+
+# --- The table in the docs ---
+
+
+def test_the_table_names_tests_that_exist():
+    """Each row of docs/operator.md's table names one or more."""
+    page = (ROOT / "docs/operator.md").read_text()
+    table = page.split("<!-- transformations -->")[1].split("\n\n")[1]
+    rows = [line.strip("|").split("|") for line in table.splitlines()[2:]]
+    assert len(rows) > 10
+    for name, _, tests in rows:
+        files = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", tests)
+        assert files, name
+        for path, test in files:
+            assert f"def {test}(" in (ROOT / path).read_text(), test
