@@ -33,9 +33,8 @@ class _RetainsDropout(nn.Module):
             retain_dropout_modules is None or type(self).__name__ in retain_dropout_modules
         )
 
-    @property
-    def drops(self):
-        """Is dropout on?"""
+    def dropout_active(self):
+        """Return whether dropout is on (a method, since torch.jit.trace compiles properties)."""
         return self.training or self.retain_dropout
 
 
@@ -108,7 +107,7 @@ class TaLKConv(_RetainsDropout):
         """``(offset_left, offset_right)``, each (T, B, H); the second is None when causal."""
         logits = self.offsets(x)
         offsets = torch.sigmoid(logits if logits.dtype == torch.float64 else logits.float())
-        if self.drops:
+        if self.dropout_active():
             offsets = F.dropout(offsets, self.offset_dropout)
         if self.max_right == 0:
             return offsets, None
@@ -129,8 +128,9 @@ class TaLKConv(_RetainsDropout):
             raise ValueError(f"step: expected a causal module, got max_right = {self.max_right}")
         offset_left, _ = self.predict_offsets(x)
         if state is None:
-            # Dropout scales offsets above 1.
-            reach = math.ceil(self.max_left / (1 - self.offset_dropout * self.drops))
+            # Dropout divides the offsets that it keeps by the probability of keeping one.
+            keep = 1 - self.offset_dropout if self.dropout_active() else 1
+            reach = math.ceil(self.max_left / keep)
             state = TaLKConvState(x.shape[1], x.shape[2], reach, x.dtype, x.device)
         out = talk_conv_update_unchecked(x, offset_left, state, self.max_left)
         return out if self.normalize else out * (self.max_left + 1), state
@@ -266,7 +266,7 @@ class TaLKConvUnit(_RetainsDropout):
         """
         if attn_mask is not None:
             raise ValueError(f"attn_mask: expected None, got {tuple(attn_mask.shape)}")
-        x = F.dropout(query, self.input_dropout) if self.drops else query
+        x = F.dropout(query, self.input_dropout) if self.dropout_active() else query
         x = self.linear1(x)
         if self.glu:
             x = F.glu(x, dim=-1)

@@ -3,8 +3,14 @@
 import os
 
 import torch
+from torch._decomp import register_decomposition
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 
 from talk_fairseq.ops import cpu_backend, cuda_backend
+
+# Whether a call is inside a transformation of torch.func: grad, vmap, jvp or one made of them.
+transforms_are_active = torch._C._are_functorch_transforms_active
 
 _LIBRARY = torch.library.Library("talk_conv", "DEF")
 
@@ -34,8 +40,12 @@ def empty_like(tensor):
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def register(schema, kernel, fake, setup_context=None, backward=None):
-    """An operator of PyTorch, at half the time a call that `torch.library.custom_op` takes.
+def register(schema, kernel, fake, setup_context=None, backward=None, reference=None):
+    """Register an operator with PyTorch. Its calls take half the time of those of an operator
+    that `torch.library.custom_op` makes.
+
+    Its channels, the last axis of all its tensors, do not depend on each other: under
+    `torch.vmap` it is called once, on the channels of all examples.
 
     Args:
         schema: its name, arguments and results.
@@ -43,6 +53,8 @@ def register(schema, kernel, fake, setup_context=None, backward=None):
         fake: its results with no values in them.
         setup_context, backward: as in :class:`torch.autograd.Function`; without them it has no
             derivatives, and a backward pass that needs them fails.
+        reference: the same in plain PyTorch, which computes it where an input has a tangent
+            (forward-mode differentiation), and where torch.onnx exports it; without it both fail.
 
     Returns:
         The operator.
@@ -53,31 +65,88 @@ def register(schema, kernel, fake, setup_context=None, backward=None):
     for device in ("CPU", "CUDA"):
         _LIBRARY.impl(name, kernel, device)
     torch.library.register_fake(f"talk_conv::{name}", fake, lib=_LIBRARY)
+    torch.library.register_vmap(f"talk_conv::{name}", _vmap(op), lib=_LIBRARY)
+    if reference is not None:
+        # torch.onnx translates this instead of the operator. Without the second line, fake tensors
+        # whose sizes are symbols would go through it as well.
+        register_decomposition(op)(reference)
+        register_decomposition(op, type="meta")(fake)
     redispatch, below = op.redispatch, torch._C._after_autograd_keyset
+
+    def no_derivative(*_):
+        raise RuntimeError(
+            f"talk_conv::{name}: expected no derivative of it to be needed; "
+            "talk_conv_reference has second derivatives, and so has TALK_CONV_BACKEND=reference"
+        )
 
     class Gradient(torch.autograd.Function):
         @staticmethod
         def forward(ctx, keyset, *inputs):
-            output = redispatch(keyset & below, *inputs)
+            if transforms_are_active():
+                # Gradients are off here. Those of the transformations around this one are not.
+                with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                    output = redispatch(keyset & below, *inputs)
+            else:
+                output = redispatch(keyset & below, *inputs)
             if setup_context is not None:
                 setup_context(ctx, inputs, output)
             return output
 
         @staticmethod
         def backward(ctx, *gradients):
-            if backward is None:
-                raise RuntimeError(
-                    f"talk_conv::{name}: expected no derivative of it to be needed; "
-                    "talk_conv_reference has second derivatives"
-                )
-            return None, *backward(ctx, *gradients)
+            return None, *(backward or no_derivative)(ctx, *gradients)
+
+    # Function.apply expects to see all transformations of torch.func around a call at once; the
+    # dispatcher comes here once for each. The `apply` below it takes them one at a time.
+    apply = super(torch.autograd.Function, Gradient).apply
 
     def autograd(keyset, *inputs):
+        transformed = transforms_are_active()
+        # Looking for tangents takes microseconds, so not at each call. What torch.compile makes of
+        # a function enters no level of forward_ad, but its tensors are of another type.
+        if (
+            transformed or forward_ad._current_level >= 0 or type(inputs[0]) is not torch.Tensor
+        ) and _any_tangent(inputs):
+            return (reference or no_derivative)(*inputs)
         if torch.is_grad_enabled():
             for value in inputs:
                 if isinstance(value, torch.Tensor) and value.requires_grad:
-                    return Gradient.apply(keyset, *inputs)
+                    if not transformed:
+                        return apply(keyset, *inputs)
+                    with enable_single_level_autograd_function():
+                        return apply(keyset, *inputs)
         return redispatch(keyset & below, *inputs)
 
     _LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
     return op
+
+
+def _any_tangent(inputs):
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    return any(forward_ad.unpack_dual(tensor, level=0).tangent is not None for tensor in tensors)
+
+
+def _vmap(op):
+    """The rule of `op` for torch.vmap: the mapped axis becomes more channels."""
+
+    def rule(info, in_dims, *inputs):
+        size = info.batch_size
+        if size == 0:
+            raise ValueError("torch.vmap: expected a mapped axis of at least 1, got 0")
+
+        def fold(value, dim):
+            if not isinstance(value, torch.Tensor):
+                return value
+            if dim is None:
+                value, dim = value.expand(size, *value.shape), 0
+            return value.movedim(dim, -2).flatten(-2)
+
+        def unfold(result):
+            return result.unflatten(-1, (size, result.shape[-1] // size)), result.dim() - 1
+
+        results = op(*map(fold, inputs, in_dims))
+        if isinstance(results, torch.Tensor):
+            return unfold(results)
+        return tuple(zip(*map(unfold, results)))
+
+    return rule

@@ -35,13 +35,18 @@ def short_conv(x, weight, left):
     if not 0 <= left < K:
         raise ValueError(f"left: expected 0 to {K - 1}, got {left}")
     dtype = torch.promote_types(x.dtype, weight.dtype)
-    if backend_name(x) != "reference":
-        return _short_forward(x.to(dtype), weight.to(dtype), left)
+    function = short_conv_reference if backend_name(x) == "reference" else _short_forward
+    return function(x.to(dtype), weight.to(dtype), left)
+
+
+def short_conv_reference(x, weight, left):
+    """:func:`short_conv` in plain PyTorch, for `x` and `weight` of one dtype."""
+    K, T, dtype = len(weight), x.shape[0], x.dtype
     if dtype.itemsize == 2:
         weight = weight.float()
     beyond = x.new_zeros(K - 1, *x.shape[1:])
     padded = torch.cat((beyond[:left], x, beyond[left:]))  # F.pad of torch 2.6 takes no empty batch
-    return sum(weight[k] * padded[k : k + len(x)] for k in range(K)).to(dtype)
+    return sum(weight[k] * padded[k : k + T] for k in range(K)).to(dtype)
 
 
 def _run_short_forward(x, weight, left):
@@ -88,4 +93,5 @@ _short_forward = register(
     _fake_short_forward,
     _save_short,
     _short_gradients,
+    short_conv_reference,
 )

@@ -2,8 +2,15 @@
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
-from talk_fairseq.ops.dispatch import backend_name, backend_of, empty_like, register
+from talk_fairseq.ops.dispatch import (
+    backend_name,
+    backend_of,
+    empty_like,
+    register,
+    transforms_are_active,
+)
 from talk_fairseq.ops.reference import talk_conv_reference, talk_conv_update_reference
 from talk_fairseq.ops.state import TaLKConvState
 
@@ -106,8 +113,11 @@ def talk_conv_update_unchecked(x, offset_left, state, max_left):
     if (sums.dtype == torch.float64) != (x.dtype == torch.float64):
         raise ValueError(f"state: expected one for {x.dtype} as of x, got {sums.dtype}")
     backend = backend_name(x)
-    if torch.compiler.is_compiling() or (
-        torch.is_grad_enabled()
+    if (
+        torch.compiler.is_compiling()
+        or transforms_are_active()
+        or forward_ad._current_level >= 0
+        or torch.is_grad_enabled()
         and (x.requires_grad or offset_left.requires_grad or sums.requires_grad)
     ):
         backend = "reference"
@@ -279,4 +289,5 @@ _forward = register(
     _fake_forward,
     _save,
     _gradients,
+    talk_conv_reference,
 )
