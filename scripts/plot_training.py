@@ -3,7 +3,7 @@
 
 import sys
 
-from pipeline.plots.curves import main
+from pipeline.plots.training import main
 
 if __name__ == "__main__":
     sys.exit(main())

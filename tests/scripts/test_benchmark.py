@@ -21,10 +21,17 @@ TINY = (
 
 
 @pytest.fixture(scope="module")
-def benchmark():
+def program():
     from pipeline.benchmarks import operator
 
     return operator
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    from pipeline.benchmarks import operator_speed
+
+    return operator_speed
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +66,7 @@ def test_table_json_and_plot(tmp_path):
     assert (tmp_path / "talk.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_bandwidth_is_of_what_has_to_move(benchmark, peers, capsys):
+def test_bandwidth_is_of_what_has_to_move(program, peers, capsys):
     case = peers.Case(5, 2, 32, 4, torch.bfloat16, "cpu")
     x, offset = 2 * 5 * 2 * 32, 2 * 5 * 2 * 4
     forward = x + 2 * offset + x
@@ -72,14 +79,14 @@ def test_bandwidth_is_of_what_has_to_move(benchmark, peers, capsys):
         "TaLK": {"seconds": 2e-3, "memory": 0, "bytes": 3_000_000},
         "self-attention": {"seconds": 8e-3, "memory": 0},
     }
-    benchmark.print_results("title", results)
+    program.print_results("title", results)
     assert "500.0 1.0x 1.5 75%" in one_space(capsys.readouterr().out)
-    benchmark.print_results("title", {**results, "TaLK": {"error": "out of memory"}})
+    program.print_results("title", {**results, "TaLK": {"error": "out of memory"}})
     printed = one_space(capsys.readouterr().out)
     assert "1,000.0 2.0 100%" in printed and "TaLK out of memory" in printed
 
 
-def test_goals(benchmark, capsys):
+def test_goals(benchmark, program, capsys):
     """On a GPU, played: one met, one just missed, one whose peer failed, one not measured."""
 
     def row(seconds, size=None, memory=0):
@@ -95,7 +102,7 @@ def test_goals(benchmark, capsys):
         ("least 70 times attention", None, None),
         ("most 1.05 of x, offsets and output at the peak", False, pytest.approx(1.1)),
     ]
-    benchmark.print_goals(goals)
+    program.print_goals(goals)
     printed = capsys.readouterr().out
     assert "0 of 2 goals are met:" in printed and "MISSED              0.840" in printed
     assert "not measured out of memory" in printed
@@ -115,19 +122,19 @@ def test_goals(benchmark, capsys):
     assert benchmark.goals_of([cell], "cpu") == []
 
 
-def test_one_length_is_drawn_as_bars(benchmark):
+def test_one_length_is_drawn_as_bars(benchmark, program):
     row = {"seconds": 0.5, "memory": 2**20}
     results = {"copy": row, "TaLK": row | {"seconds": 0.25}, benchmark.SDPA: {"error": "too slow"}}
     cells = [{"T": T, "dtype": "float32", "mode": "forward", "results": results} for T in (5, 40)]
-    speed = benchmark.figure(cells[:1]).axes[0]
+    speed = program.figure(cells[:1]).axes[0]
     assert [bar.get_width() for bar in speed.patches] == [2, 4]
     assert [label.get_text() for label in speed.get_yticklabels()] == ["copy: 2", "TaLK: 4"]
-    speed = benchmark.figure(cells).axes[0]
+    speed = program.figure(cells).axes[0]
     curves = {line.get_label(): line.get_xydata().tolist() for line in speed.lines}
     assert not speed.patches and curves == {"copy": [[5, 2], [40, 2]], "TaLK": [[5, 4], [40, 4]]}
 
 
-def test_an_interrupted_run_loses_no_other_cell(benchmark, tmp_path, monkeypatch):
+def test_an_interrupted_run_loses_no_other_cell(benchmark, program, tmp_path, monkeypatch):
     measure = benchmark.measure
 
     def interrupted(case, mode, *others):
@@ -137,7 +144,7 @@ def test_an_interrupted_run_loses_no_other_cell(benchmark, tmp_path, monkeypatch
 
     monkeypatch.setattr(benchmark, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        benchmark.main([*TINY, str(tmp_path / "talk"), "--only", "none", "--turns", "1"])
+        program.main([*TINY, str(tmp_path / "talk"), "--only", "none", "--turns", "1"])
     assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
     cells = json.loads((tmp_path / "talk.json").read_text())["cells"]
     assert [(cell["T"], cell["mode"]) for cell in cells] == [(5, mode) for mode in MODES]

@@ -157,7 +157,7 @@ def test_without_torch(script, monkeypatch):
 def stages(monkeypatch):
     """gpu_stages.py with small sizes, and a benchmark that does not wait."""
     from pipeline.benchmarks import gpu_stages as stages
-    from pipeline.benchmarks import operator as bench
+    from pipeline.benchmarks import operator_speed as bench
 
     monkeypatch.setattr(stages, "load_benchmark", lambda: (bench, "cpu"))
     for name, value in (("B", 2), ("C", 32), ("H", 4), ("LENGTHS", (40, 5)), ("LONG", 40)):

@@ -101,8 +101,8 @@ def correctness(seconds):
 
 
 def load_benchmark():
-    """Return ``(pipeline.benchmarks.operator, device)``."""
-    from pipeline.benchmarks import operator as bench
+    """Return ``(pipeline.benchmarks.operator_speed, device)``."""
+    from pipeline.benchmarks import operator_speed as bench
 
     return bench, "cuda" if bench.torch.cuda.is_available() else "cpu"
 

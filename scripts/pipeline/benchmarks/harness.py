@@ -179,7 +179,8 @@ def print_table(title, headers, rows, notes=()):
     from tabulate import tabulate  # here, as gpu_report runs without it
 
     show_progress()
-    cells = [[name] if isinstance(row, str) else [name, *row] for name, row in rows.items()]
+    none = [""] * (len(headers) + len(notes))
+    cells = [[name, *(none if isinstance(row, str) else row)] for name, row in rows.items()]
     align = ["left", *["right"] * len(headers), *["left"] * len(notes)] if rows else None
     table = tabulate(cells, ["", *headers, *notes], "plain", colalign=align, disable_numparse=True)
     head, *lines = table.splitlines()

@@ -1,31 +1,10 @@
-"""Draw the curves of training runs, from their logs.
+"""Curves of training runs: loss, perplexity, scores and learning rate."""
 
-    plot_training.py quickstart
-    plot_training.py TaLK=checkpoints/iwslt14_de_en/talkconv \\
-        Transformer=checkpoints/iwslt14_de_en/transformer --output curves.png
-
-A RUN is what fairseq-train or fairseq-hydra-train printed (`--log-format simple` or `json`), or a
-folder with one such file, as the quick starts (log.txt) and scripts/train.sh (hydra_train.log)
-leave it. NAME=RUN gives it a name. A log of several runs, as that of the language models' quick
-start, gives a curve for each.
-
-Draws loss, perplexity, the scores of the validation and the learning rate, over updates and over
-wall-clock. Thin lines are training; thick ones, with markers, are validation.
-
-Wall-clock is the time between the log's lines since a session began to train, so validating and
-saving count. A run that was resumed goes on with the time that it had at the checkpoint; what it
-had done beyond that counts neither as updates nor as time.
-"""
-
-import argparse
 import math
-import sys
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from pipeline.common.logs import read_runs
-from pipeline.plots.figures import add_legend, label_logarithm, looks, save_figure
+from pipeline.plots.figures import add_legend, label_logarithm, looks
 
 # How fairseq names what it logs, and how it reads on an axis.
 TITLES = {
@@ -97,48 +76,3 @@ def curves_figure(runs, keys=None):
     axes[-1][1].set_xlabel(f"wall-clock, {unit}")
     add_legend(figure, axes.flat, 2)
     return figure
-
-
-# --- The command ---
-
-
-def named_runs(arguments):
-    """Return ``{name: run}`` of the arguments ``PATH`` and ``NAME=PATH``.
-
-    Raises ValueError for what cannot be read, and for a name that is given twice.
-    """
-    runs = {}
-    for argument in arguments:
-        name, given, path = argument.partition("=")
-        if not given or Path(argument).exists():
-            path = Path(argument)
-            name = path.name if path.is_dir() else path.stem
-            if path.name in ("log.txt", "hydra_train.log"):
-                name = path.absolute().parent.name
-        found = read_runs(path)
-        for arch, run in found.items():
-            full = name if len(found) == 1 else f"{name} {arch}"
-            if full in runs:
-                raise ValueError(f"RUN: expected different names, got {full!r} twice; see NAME=RUN")
-            runs[full] = run
-    return runs
-
-
-def main(arguments=None):
-    """Run the command; one line and status 2 for a run that cannot be read."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN", help="logs, or folders with one")
-    parser.add_argument(
-        "--output", type=Path, default=Path("curves.png"), help="default: curves.png"
-    )
-    args = parser.parse_args(arguments)
-    try:
-        runs = named_runs(args.runs)
-        save_figure(curves_figure(runs), args.output)
-    except (OSError, ValueError) as error:
-        print(f"plot_training.py: {error}", file=sys.stderr)
-        return 2
-    print(f"written: {args.output} of {', '.join(runs)}")
-    return 0
