@@ -92,7 +92,7 @@ if [[ -z "$cuda" && -f "$stamp" ]]; then # keep a CuPy that an earlier call aske
 fi
 extras=${fairseq}test$cuda
 wanted="$extras
-$PWD $(cat setup.cfg pyproject.toml constraints.txt scripts/setup.sh | cksum)"
+$PWD $(cat setup.cfg pyproject.toml constraints.txt scripts/fairseq.txt scripts/setup.sh | cksum)"
 [[ ! -f "$stamp" || "$(cat "$stamp")" != "$wanted" ]] || finish
 
 plan="Python $expected: the operator${fairseq:+ and the plugin for fairseq} in 1 to 5 minutes"
@@ -117,18 +117,8 @@ pip() {
 if [[ -n "$fairseq" ]]; then
     step='PyTorch, and what fairseq is built with'
     pip install --constraint constraints.txt torch numpy cython setuptools wheel
-    # ve-fairseq names no author: only the files whose code was read may come in. What is compiled
-    # has to see the PyTorch that it will run with, so it is not built in isolation.
-    step='fairseq'
-    pip install --no-deps --no-build-isolation --require-hashes --requirement /dev/stdin <<'FILES'
-ve-fairseq==0.12.3; \
-    sys_platform == "linux" and platform_machine == "x86_64" and python_version < "3.13" \
-    --hash=sha256:5e84da7a92db08aae7f9cc3d155d4574d915fe1959dc1e041d514b6ef7bc000a \
-    --hash=sha256:9ba18767af12978b4700ac7d9914e6abfe365a50ce17faa6a79e8f07f4129be5
-fairseq-fixed==0.12.3.1; \
-    sys_platform != "linux" or platform_machine != "x86_64" or python_version >= "3.13" \
-    --hash=sha256:c607577a54ab30e2ee0f0b0a754ea5cdbc6ad0a9f99a1726638a2201445bc1cc
-FILES
+    step='fairseq' # it has to see the PyTorch that it will run with, so is not built in isolation
+    pip install --no-deps --no-build-isolation --require-hashes --requirement scripts/fairseq.txt
 fi
 if [[ -n "$cuda" ]]; then # two CuPys would overwrite each other
     step='the CuPy of another CUDA version'

@@ -22,8 +22,9 @@ def setup(*arguments, root=ROOT, **options):
 def copy(tmp_path):
     """A checkout without .venv."""
     (tmp_path / "scripts").mkdir()
-    for name in ("scripts/setup.sh", "setup.cfg", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, tmp_path / name)
+    files = "setup.sh fairseq.txt ../setup.cfg ../pyproject.toml ../constraints.txt"
+    for name in files.split():
+        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts" / name)
     return tmp_path
 
 
@@ -193,13 +194,13 @@ def test_a_second_call_does_nothing():
 
 
 def test_fairseq_is_the_one_of_setup_cfg():
-    """What setup.sh checks the hashes of is what the extra names, with the same markers."""
-    joined = (ROOT / "scripts/setup.sh").read_text().replace("\\\n", "")
-    in_setup_sh = re.findall(r"^(\S*fairseq\S*==.*?) +--hash", joined, re.M)
+    """The file with the hashes names what the extra names, with the same markers."""
+    joined = (ROOT / "scripts/fairseq.txt").read_text().replace("\\\n", "")
+    with_hashes = re.findall(r"^(\S*fairseq\S*==.*?) +--hash", joined, re.M)
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     extra = config["options.extras_require"]["fairseq"].splitlines()
-    assert [" ".join(line.split()) for line in in_setup_sh] == [
+    assert [" ".join(line.split()) for line in with_hashes] == [
         line for line in extra if re.match(r"\S*fairseq", line)
     ]
     for python, distribution in (("3.12", "ve-fairseq"), ("3.13", "fairseq-fixed")):
