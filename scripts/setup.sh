@@ -5,14 +5,16 @@ set -euo pipefail
 
 usage() {
     cat <<'USAGE'
-usage: scripts/setup.sh [cuda12|cuda13]
+usage: scripts/setup.sh [operator] [cuda12|cuda13]
 
+  operator         leave out fairseq: the operator and its tests, with Python 3.11 or newer
   cuda12, cuda13   also install CuPy for that CUDA version, which must be PyTorch's. Without it, CuPy
                    is installed where there is a GPU that PyTorch can use
 
-A .venv that has no pip or another Python is deleted and made again.
-
-The Python is $PYTHON, or the first of python3.11, python3.12, python3 that is 3.11 or 3.12.
+The Python is $PYTHON, or the first of python3.11, python3.12, python3.13, python3 that is 3.11 to
+3.13, on the PATH or under pyenv. With 3.13, and on machines other than Linux on x86-64, fairseq is
+compiled, which takes a C++ compiler and some 4 minutes. A .venv that this script did not make, or
+that has another Python, stays as it is, and is an error.
 USAGE
 }
 
@@ -23,76 +25,113 @@ fail() {
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-extras=fairseq,test
-case "${1-}" in
-    "") ;;
-    cuda12 | cuda13) extras+=",$1" ;;
-    -h | --help) usage && exit 0 ;;
-    *) usage >&2 && exit 2 ;;
-esac
+fairseq=fairseq, cuda='' pythons=(python3.11 python3.12 python3.13 python3) range='3.11 to 3.13'
+for argument in "$@"; do
+    case "$argument" in
+        operator) fairseq='' range='3.11 or newer' pythons+=(python3.14) ;;
+        cuda12 | cuda13) cuda=,$argument ;;
+        -h | --help) usage && exit 0 ;;
+        *) usage >&2 && exit 2 ;;
+    esac
+done
+[[ -z "${PYTHON-}" ]] || pythons=("$PYTHON")
 
 # Ends the script, after the CuPy of PyTorch's CUDA version where there is a GPU for it.
 finish() {
-    local cuda=''
-    if [[ "$extras" != *cuda* ]] && command -v nvidia-smi >/dev/null; then
-        cuda=$(.venv/bin/python -c 'import torch
+    local for_gpu=''
+    if [[ -z "$cuda" ]] && command -v nvidia-smi >/dev/null; then
+        for_gpu=$(.venv/bin/python -c 'import torch
 version = (torch.version.cuda or "").split(".")[0]
 print("cuda" + version if torch.cuda.is_available() and version in ("12", "13") else "")')
     fi
-    [[ -z "$cuda" ]] || exec scripts/setup.sh "$cuda"
+    local again=("$for_gpu")
+    [[ -n "$fairseq" ]] || again+=(operator)
+    [[ -z "$for_gpu" ]] || exec scripts/setup.sh "${again[@]}"
     exit 0
 }
 
-supported='import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))'
+version_of() { # PYTHON: such as 3.12, or none
+    "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || echo none
+}
+is_supported() { # VERSION
+    [[ "$1" =~ ^3\.1[1-3]$ ]] || [[ -z "$fairseq" && "$1" =~ ^3\.(1[4-9]|[2-9][0-9])$ ]]
+}
 find_python() {
-    local candidate
-    for candidate in ${PYTHON:-python3.11 python3.12 python3}; do
-        if "$candidate" -c "$supported" >/dev/null 2>&1; then
-            command -v "$candidate"
-            return
-        fi
+    local name candidate
+    for name in "${pythons[@]}"; do
+        for candidate in "$name" "${PYENV_ROOT:-${HOME-}/.pyenv}"/versions/*/bin/"$name"; do
+            # pyenv's python3.13 on the PATH may be a script that only says which to choose.
+            if is_supported "$(version_of "$candidate")"; then
+                command -v "$candidate"
+                return
+            fi
+        done
     done
-    fail "expected Python 3.11 or 3.12, found ${PYTHON:-python3}:" \
-        "$("${PYTHON:-python3}" --version 2>/dev/null || echo none); name another as PYTHON=/path/to/it"
+    fail "expected Python $range, found ${PYTHON:-python3}:" \
+        "$("${PYTHON:-python3}" --version 2>/dev/null || echo none); name another as" \
+        "PYTHON=/path/to/it${fairseq:+, or install the operator alone: scripts/setup.sh operator}"
 }
 
-# What was installed, from what: the same answer again means that there is nothing to do.
+# What was installed, from what: the same answer again means that there is nothing to do. It stands
+# there, without an answer, from the moment that .venv is made.
 stamp=.venv/installed
-if [[ -z "${1-}" && -f "$stamp" ]]; then
-    extras=$(head -1 "$stamp") # keep a CuPy that an earlier call asked for
+instead='remove it (rm -rf .venv) or give it another name (mv .venv old)'
+if [[ -e .venv && ! -f "$stamp" ]]; then
+    fail "expected a .venv that scripts/setup.sh made, got another; $instead"
 fi
+version=$(version_of .venv/bin/python)
+python=.venv/bin/python
+[[ "$version" != none && -z "${PYTHON-}" ]] || python=$(find_python)
+expected=$(version_of "$python")
+if [[ "$version" != none ]] && { [[ "$version" != "$expected" ]] || ! is_supported "$version"; }; then
+    [[ -n "${PYTHON-}" ]] || expected=$range
+    fail "expected .venv to have Python $expected, got $version; $instead"
+fi
+if [[ -z "$cuda" && -f "$stamp" ]]; then # keep a CuPy that an earlier call asked for
+    cuda=$(head -1 "$stamp" | grep -o ',cuda1[23]' || true)
+fi
+extras=${fairseq}test$cuda
 wanted="$extras
-$PWD $(cat setup.cfg pyproject.toml constraints.txt scripts/setup.sh | cksum)"
-if [[ -f "$stamp" && "$(cat "$stamp")" == "$wanted" ]] && .venv/bin/python -c "$supported"; then
-    finish
-fi
+$PWD $(cat setup.cfg pyproject.toml constraints.txt scripts/fairseq.txt scripts/setup.sh | cksum)"
+[[ ! -f "$stamp" || "$(cat "$stamp")" != "$wanted" ]] || finish
 
-python=$(find_python)
-if ! .venv/bin/python -c "import pip; $supported" >/dev/null 2>&1; then
-    rm -rf .venv
-    "$python" -m venv .venv || fail "could not make .venv with $python; on Debian: apt install python3-venv"
+plan="Python $expected: the operator${fairseq:+ and the plugin for fairseq} in 1 to 5 minutes"
+if [[ -n "$fairseq" && "$(uname -sm) $expected" != 'Linux x86_64 3.1'[12] ]]; then
+    plan+=", and some 4 more the first time, to compile fairseq"
+    command -v c++ g++ clang++ >/dev/null ||
+        fail "expected a C++ compiler, which builds fairseq for Python $expected, found none; on" \
+            "Debian: apt install g++ python3-dev. On Linux x86_64, Python 3.11 and 3.12 need none"
 fi
-rm -f "$stamp"
-echo "setup.sh: installing into .venv (a few minutes the first time)" >&2
+echo "setup.sh: $plan" >&2
+
+if [[ "$version" == none ]]; then
+    mkdir -p .venv && echo unfinished >"$stamp"
+    "$python" -m venv .venv ||
+        fail "could not make .venv with $python; on Debian: apt install python3-venv"
+fi
+echo unfinished "$cuda" >"$stamp"
 pip() {
-    .venv/bin/python -m pip --quiet --disable-pip-version-check "$@"
+    echo "setup.sh: pip $1: $step" >&2
+    .venv/bin/python -m pip --disable-pip-version-check "$@" >&2
 }
-# This distribution names no author: only the two wheels whose code was read may come in.
-pip install --no-deps --require-hashes --requirement /dev/stdin <<'WHEELS'
-ve-fairseq==0.12.3; sys_platform == "linux" and platform_machine == "x86_64" \
-    --hash=sha256:5e84da7a92db08aae7f9cc3d155d4574d915fe1959dc1e041d514b6ef7bc000a \
-    --hash=sha256:9ba18767af12978b4700ac7d9914e6abfe365a50ce17faa6a79e8f07f4129be5
-WHEELS
-if [[ -n "${1-}" ]]; then # two CuPys would overwrite each other
-    pip uninstall --yes cupy-cuda12x cupy-cuda13x 2>/dev/null
+if [[ -n "$fairseq" ]]; then
+    step='PyTorch, and what fairseq is built with'
+    pip install --constraint constraints.txt torch numpy cython setuptools wheel
+    step='fairseq' # it has to see the PyTorch that it will run with, so is not built in isolation
+    pip install --no-deps --no-build-isolation --require-hashes --requirement scripts/fairseq.txt
 fi
+if [[ -n "$cuda" ]]; then # two CuPys would overwrite each other
+    step='the CuPy of another CUDA version'
+    pip uninstall --yes cupy-cuda12x cupy-cuda13x
+fi
+step='the project, and everything else'
 pip install --constraint constraints.txt --editable ".[$extras]"
-pip check ||
-    fail ".venv holds packages that do not fit together; remove .venv and run this again"
-if [[ "$extras" =~ cuda([0-9]+) ]]; then
+step='whether all of it fits together'
+pip check || fail ".venv holds packages that do not fit together; remove .venv and run this again"
+if [[ -n "$cuda" ]]; then
     built_for=$(.venv/bin/python -c 'import torch; print((torch.version.cuda or "no").split(".")[0])')
-    [[ "$built_for" == "${BASH_REMATCH[1]}" ]] ||
-        echo "setup.sh: this PyTorch is built for CUDA $built_for, so ${BASH_REMATCH[0]} will not" \
+    [[ "$built_for" == "${cuda#,cuda}" ]] ||
+        echo "setup.sh: this PyTorch is built for CUDA $built_for, so ${cuda#,} will not" \
             "work with it: choose the same version for both" >&2
 fi
 printf '%s\n' "$wanted" >"$stamp"

@@ -1,10 +1,13 @@
 """scripts/setup.sh: what it refuses, and that a second call does nothing."""
 
+import configparser
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
+from packaging.requirements import Requirement
 
 from conftest import ROOT
 
@@ -19,14 +22,17 @@ def setup(*arguments, root=ROOT, **options):
 def copy(tmp_path):
     """A checkout without .venv."""
     (tmp_path / "scripts").mkdir()
-    for name in ("scripts/setup.sh", "setup.cfg", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, tmp_path / name)
+    files = "setup.sh fairseq.txt ../setup.cfg ../pyproject.toml ../constraints.txt"
+    for name in files.split():
+        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts" / name)
     return tmp_path
 
 
 def test_unknown_extra():
     done = setup("cuda11")
-    assert done.returncode == 2 and "usage: scripts/setup.sh [cuda12|cuda13]" in done.stderr
+    assert (
+        done.returncode == 2 and "usage: scripts/setup.sh [operator] [cuda12|cuda13]" in done.stderr
+    )
 
 
 def test_another_version_of_python(copy):
@@ -36,21 +42,137 @@ def test_another_version_of_python(copy):
     for path, version in ((python, "Python 3.9.1"), ("/no/such/python", "none")):
         done = setup(root=copy, env={"PATH": "/usr/bin:/bin", "PYTHON": str(path)})
         assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-        assert f"expected Python 3.11 or 3.12, found {path}: {version};" in done.stderr
+        assert f"expected Python 3.11 to 3.13, found {path}: {version};" in done.stderr
         assert not (copy / ".venv").exists()
+
+
+def make_python(path, version, body=""):
+    """A Python of this version that does nothing else than what `body` says, in shell."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'#!/bin/sh\ncase "$*" in\n*version_info*) echo {version} ;;\n{body}\nesac\n')
+    path.chmod(0o755)
+    return path
+
+
+# `python -m venv` and `pip` of a Python, which note what they are called with.
+INSTALLS = """*"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+*"-m pip"*) echo "$*" >>pip; cat >>pip.input ;;
+*torch.version.cuda*) echo no ;;"""
+
+
+def make_environment(root, version, stamp="fairseq,test\n"):
+    make_python(root / ".venv/bin/python", version, INSTALLS)
+    if stamp is not None:
+        (root / ".venv/installed").write_text(stamp)
+
+
+def run(copy, *arguments, **environment):
+    env = {"PATH": "/usr/bin:/bin", "PYENV_ROOT": str(copy / "pyenv"), **environment}
+    return setup(*arguments, root=copy, env=env, stdin=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    "version, stamp, message",
+    [
+        ("3.11", None, "expected a .venv that scripts/setup.sh made, got another;"),
+        ("3.12", "fairseq,test\n", "expected .venv to have Python 3.11, got 3.12;"),
+        ("3.9", "fairseq,test\n", "expected .venv to have Python 3.11, got 3.9;"),
+    ],
+)
+def test_another_environment_stays(copy, version, stamp, message):
+    make_environment(copy, version, stamp)
+    (copy / ".venv/mine").write_text("kept")
+    python = make_python(copy / "a folder/python3.11", "3.11", INSTALLS)
+    done = run(copy, PYTHON=str(python))
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert message in done.stderr and "remove it (rm -rf .venv)" in done.stderr
+    assert (copy / ".venv/mine").read_text() == "kept" and not (copy / "pip").exists()
+
+
+def test_an_interrupted_set_up_is_made_again(copy):
+    """The stamp stands there before pip begins, so that what this script began is known as its."""
+    failing = INSTALLS.replace('echo "$*" >>pip;', "exit 1;")
+    python = make_python(copy / "python3.12", "3.12", failing)
+    assert run(copy, PYTHON=str(python)).returncode == 1
+    assert (copy / ".venv/installed").read_text().startswith("unfinished")
+    make_python(copy / ".venv/bin/python", "3.12", INSTALLS)
+    assert run(copy, PYTHON=str(python)).returncode == 0
+    assert (copy / ".venv/installed").read_text().startswith("fairseq,test\n")
+
+
+@pytest.mark.parametrize(
+    "version, machine, compiles",
+    [
+        ("3.11", "x86_64", False),
+        ("3.12", "x86_64", False),
+        ("3.13", "x86_64", True),
+        ("3.11", "aarch64", True),
+    ],
+)
+def test_says_first_what_a_python_gets(copy, version, machine, compiles):
+    python = make_python(copy / f"bin/python{version}", version, INSTALLS)
+    (copy / "bin/uname").write_text(f"#!/bin/sh\necho Linux {machine}\n")
+    (copy / "bin/c++").write_text("#!/bin/sh\n")
+    for name in ("uname", "c++"):
+        (copy / "bin" / name).chmod(0o755)
+    done = run(copy, PATH=f"{copy / 'bin'}:/usr/bin:/bin", PYTHON=str(python))
+    assert done.returncode == 0, done.stderr
+    first, *progress = done.stderr.splitlines()
+    assert f"Python {version}: the operator and the plugin for fairseq" in first
+    assert ("compile fairseq" in first) == compiles
+    assert [line.split(":")[1] for line in progress[:-1]] == [" pip install"] * 3 + [" pip check"]
+    calls = (copy / "pip").read_text().splitlines()
+    assert "--no-build-isolation --require-hashes" in calls[1]
+    assert not any("--quiet" in call for call in calls)
+
+
+def test_a_compiler_where_fairseq_is_compiled(copy):
+    python = make_python(copy / "python3.13", "3.13", INSTALLS)
+    for name in ("bash", "sh", "cat", "cksum", "dirname", "uname", "env"):
+        (copy / "bin").mkdir(exist_ok=True)
+        (copy / "bin" / name).symlink_to(shutil.which(name))
+    done = run(copy, PATH=str(copy / "bin"), PYTHON=str(python))
+    assert done.returncode == 1 and not (copy / ".venv").exists(), done.stderr
+    assert (
+        "expected a C++ compiler, which builds fairseq for Python 3.13, found none" in done.stderr
+    )
+
+
+def test_newer_pythons_get_the_operator(copy):
+    python = make_python(copy / "python3.14", "3.14", INSTALLS)
+    done = run(copy, PYTHON=str(python))
+    assert done.returncode == 1 and "scripts/setup.sh operator" in done.stderr
+    assert not (copy / ".venv").exists()
+    for _ in range(2):
+        done = run(copy, "operator", PYTHON=str(python))
+        assert done.returncode == 0, done.stderr
+        calls = (copy / "pip").read_text()
+        assert "[test]" in calls and "fairseq" not in calls and "fairseq" not in done.stderr
+    assert done.stderr == ""
+    done = run(copy, PYTHON=str(python))  # what the quick start asks for is not there
+    assert done.returncode == 1 and "expected Python 3.11 to 3.13" in done.stderr
+
+
+def test_pythons_on_the_path_and_under_pyenv(copy):
+    shim = make_python(copy / "bin/python3.13", "3.13")
+    shim.write_text("#!/bin/sh\necho 'pyenv: python3.13: command not found' >&2\nexit 127\n")
+    make_python(copy / "pyenv/versions/3.13.0/bin/python3.13", "3.13", INSTALLS)
+    done = run(copy, PATH=f"{copy / 'bin'}:/usr/bin:/bin", PYTHON="python3.13")
+    assert done.returncode == 0 and "Python 3.13: " in done.stderr, done.stderr
 
 
 def test_cupy_where_there_is_a_gpu(copy):
     """A played python says that PyTorch of CUDA 13 sees a GPU, and notes what pip is to install."""
-    python = copy / ".venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text(
-        '#!/bin/sh\ncase "$*" in\n*is_available*) echo cuda13 ;;\n*"-m pip"*) echo "$*" >>pip ;;\n'
-        "*torch.version.cuda*) echo 13 ;;\nesac\n"
+    version = "{}.{}".format(*sys.version_info)
+    make_environment(copy, version)
+    make_python(
+        copy / ".venv/bin/python",
+        version,
+        '*is_available*) echo cuda13 ;;\n*"-m pip"*) echo "$*" >>pip ;;\n'
+        "*torch.version.cuda*) echo 13 ;;",
     )
     (copy / "nvidia-smi").write_text("#!/bin/sh\n")
-    for command in (python, copy / "nvidia-smi"):
-        command.chmod(0o755)
+    (copy / "nvidia-smi").chmod(0o755)
     for path, extras in (("/usr/bin:/bin", "[fairseq,test]"), (copy, "[fairseq,test,cuda13]")):
         env = {"PATH": f"{path}:/usr/bin:/bin", "PYTHON": sys.executable}
         done = setup(root=copy, env=env)
@@ -69,3 +191,22 @@ def test_a_second_call_does_nothing():
     done = setup(timeout=20)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (ROOT / ".venv/installed").stat().st_mtime_ns == before
+
+
+def test_fairseq_is_the_one_of_setup_cfg():
+    """The file with the hashes names what the extra names, with the same markers."""
+    joined = (ROOT / "scripts/fairseq.txt").read_text().replace("\\\n", "")
+    with_hashes = re.findall(r"^(\S*fairseq\S*==.*?) +--hash", joined, re.M)
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    extra = config["options.extras_require"]["fairseq"].splitlines()
+    assert [" ".join(line.split()) for line in with_hashes] == [
+        line for line in extra if re.match(r"\S*fairseq", line)
+    ]
+    for python, distribution in (("3.12", "ve-fairseq"), ("3.13", "fairseq-fixed")):
+        machine = {"sys_platform": "linux", "platform_machine": "x86_64", "python_version": python}
+        requirements = map(Requirement, filter(None, extra))
+        chosen = [
+            item.name for item in requirements if item.marker and item.marker.evaluate(machine)
+        ]
+        assert chosen == [distribution]
