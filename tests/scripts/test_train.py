@@ -281,7 +281,7 @@ def test_options_of_the_config_itself(folder, tmp_path, monkeypatch):
 
 
 OWN = """
-task: {_name: translation, data: ${oc.env:PWD}/bin}
+task: {_name: translation, data: "${oc.env:PWD}/bin"}
 dataset: {max_tokens: 1000}
 criterion: {_name: label_smoothed_cross_entropy}
 optimizer: {_name: adam}
@@ -337,7 +337,7 @@ def test_a_yaml_that_is_no_config(tmp_path, monkeypatch):
     assert "got no model" in refused(str(ROOT / "configs/verses/cpu_lm.yaml"))
     message = refused("configs/my/talkconf.yaml")
     assert "which is no file; did you mean" in message and len(message) < 200
-    assert "verses" not in refused("verses/cpu_lm")
+    assert "verses/" not in refused("verses/cpu_lm").partition("there are")[2]
     assert len(refused("nothing/like/it.yaml")) < 200
 
 

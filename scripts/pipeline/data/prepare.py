@@ -412,20 +412,20 @@ def parse(name, arguments):
         "purpose: only report line counts")  # fmt: skip
     add("--restart", action="store_true", help="remove what an earlier run left, and prepare again")
 
-    def add_of_subwords(option, text, **more):
-        add(option, help=text if benchmark.target_lang else argparse.SUPPRESS, **more)
+    def of_subwords(text):
+        return text if benchmark.target_lang else argparse.SUPPRESS
 
-    add_of_subwords("--vocabulary", "words of a dictionary, for other data than the published",
-                    type=command.positive(int), metavar="N")  # fmt: skip
-    add_of_subwords("--longest", "clean the training data by another longest sentence",
-                    type=command.positive(int), metavar="N")  # fmt: skip
-    add_of_subwords("--ratio", "and by another ratio of lengths", type=command.positive(float),
-                    metavar="X")  # fmt: skip
-    add_of_subwords("--pretokenized", "in place of --data: take {train,valid,test}.LANG, tokenised "
-                    "and cut by subword-nmt, unchanged; train and valid may be missing where the "
-                    "dictionaries are given", metavar="DIR")  # fmt: skip
-    add_of_subwords("--dict", "with --pretokenized: the dictionary of both languages (default: "
-                    "DIR/dict.LANG.txt, otherwise new ones)", metavar="FILE")  # fmt: skip
+    add("--vocabulary", type=command.positive(int), metavar="N",
+        help=of_subwords("words of a dictionary, for other data than the published"))  # fmt: skip
+    add("--longest", type=command.positive(int), metavar="N",
+        help=of_subwords("clean the training data by another longest sentence"))  # fmt: skip
+    add("--ratio", type=command.positive(float), metavar="X",
+        help=of_subwords("clean the training data by another ratio of lengths"))  # fmt: skip
+    add("--pretokenized", metavar="DIR", help=of_subwords("in place of --data: take {train,valid,"
+        "test}.LANG, tokenised and cut by subword-nmt, unchanged; train and valid may be missing "
+        "where the dictionaries are given"))  # fmt: skip
+    add("--dict", metavar="FILE", help=of_subwords("with --pretokenized: the dictionary of both "
+        "languages (default: DIR/dict.LANG.txt, otherwise new ones)"))  # fmt: skip
     args = parser.parse_args(arguments)
     args.data = [place if URL.match(place) else str(Path(place).resolve()) for place in args.data]
     if args.pretokenized and (args.data or args.download or args.vocabulary):

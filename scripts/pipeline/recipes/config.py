@@ -65,7 +65,8 @@ def read_config(given):
     try:
         config = OmegaConf.load(path)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadInput(f"NAME: expected YAML in {path}, got {error}") from None
+        got = " ".join(str(error).split())
+        raise BadInput(f"NAME: expected YAML in {path}, got {got}") from None
     if "model" not in config:
         raise BadInput(f"NAME: expected options of fairseq-hydra-train in {path}, got no model")
     return name, config

@@ -11,6 +11,7 @@ from pipeline.common.command import BadInput, run_module
 from pipeline.common.files import write_whole
 from pipeline.common.folder import Folder, show
 from pipeline.common.paths import ROOT
+from pipeline.common.systems import words
 from pipeline.recipes import train
 from pipeline.recipes.config import find_config
 
@@ -55,16 +56,13 @@ def parse(arguments):
         at = given.index("--prepare")
         given[at : at + 2] = [f"--prepare={given[at + 1]}"]
     args = parser.parse_intermixed_args(given)
-    words = [word for word in (args.name, *args.overrides) if word is not None]
-    names = [word for word in words if "=" not in word]
-    if len(names) != 1:
-        got = (
-            f"one, got {' and '.join(names)}"
-            if names
-            else "a config such as iwslt14_de_en/talkconv"
-        )
-        raise BadInput(f"NAME: expected {got} (see --help)")
-    args.name, args.overrides = names[0], [word for word in words if "=" in word]
+    given = [word for word in (args.name, *args.overrides) if word is not None]
+    names = [word for word in given if "=" not in word]
+    if not names:
+        raise BadInput("NAME: expected a config such as iwslt14_de_en/talkconv (see --help)")
+    if names[1:]:
+        raise BadInput(f"NAME: expected one, got {' and '.join(names)} (see --help)")
+    args.name, args.overrides = names[0], [word for word in given if "=" in word]
     return args
 
 
@@ -106,11 +104,10 @@ def steps_of(args):
 
     prepare = [word for place in args.data for word in ("--data", place)]
     prepare += shlex.split(args.prepare)
-    cpu = ["--cpu"] if args.cpu else []
-    where = [*(["--devices", args.devices] if args.devices else []), *cpu]
-    trained = [*(["--precision", args.precision] if args.precision else []), *args.overrides]
-    scored = [*(["--average", args.average] if args.average else [])]
-    scored += [*(["--tune"] if args.tune else []), *args.overrides]
+    cpu = words({"cpu": args.cpu})
+    where = words({"devices": args.devices}) + cpu
+    trained = words({"precision": args.precision}) + args.overrides
+    scored = words({"average": args.average, "tune": args.tune}) + args.overrides
 
     train.plan(train.parse([args.name, "--dry-run", *where, *trained]))
     if not (data_bin / "prepared.json").exists():
@@ -122,12 +119,15 @@ def steps_of(args):
             raise BadInput(
                 f"--data: expected the published data (scripts/{script}.sh --help), got none"
             )
-    words = ["--output", data_bin, *prepare]
-    steps = [Step(script, ("data.prepare", benchmark), words, [])] if prepare else []
-    words = [args.name, "--data", data_bin, "--save-dir", save_dir, *trained]
-    steps.append(Step("train", ("recipes.train",), words, where))
-    words = [args.name, save_dir, "--data", data_bin, "--results", results, *scored]
-    steps.append(Step("evaluate", ("recipes.evaluate",), words, cpu))
+    train_words = [args.name, "--data", data_bin, "--save-dir", save_dir, *trained]
+    evaluate_words = [args.name, save_dir, "--data", data_bin, "--results", results, *scored]
+    steps = [
+        Step("train", ("recipes.train",), train_words, where),
+        Step("evaluate", ("recipes.evaluate",), evaluate_words, cpu),
+    ]
+    if prepare:
+        module = ("data.prepare", benchmark)
+        steps.insert(0, Step(script, module, ["--output", data_bin, *prepare], []))
     return save_dir, results, steps
 
 
