@@ -15,7 +15,7 @@ from talk_fairseq.compat.patching import applies, patches, patches_command
 
 
 def utf8_lines(file, name):
-    """The lines of an open binary ``file``, ended by line feeds alone, as text.
+    """The lines of a binary ``file``, ended by line feeds alone, as text.
 
     A byte order mark is dropped. Raises ValueError that names file and line for bytes that are not
     UTF-8.
@@ -48,7 +48,8 @@ def read_lines_of_input(original, input, buffer_size):
     """
     with contextlib.ExitStack() as stack:
         if input == "-":
-            name, file = "standard input", sys.stdin.buffer
+            # What a program puts in place of standard input may hold text alone.
+            name, file = "standard input", getattr(sys.stdin, "buffer", map(str.encode, sys.stdin))
         else:
             name, file = input, stack.enter_context(open(input, "rb"))
             if file.seekable():

@@ -8,6 +8,7 @@ its patch can go. Below them, the commands themselves run on dummy data with ``-
 import argparse
 import contextlib
 import copy
+import io
 import json
 import os
 import pickle
@@ -465,6 +466,21 @@ def repeated_ngrams_are_blocked(tmp_path):
         assert lprobs[1].isinf().sum() == (len(written) if size == 1 else 0)
 
 
+def test_a_row_with_one_word_left_keeps_it():
+    """A prompt or a prefix may repeat an n-gram; the same where TorchScript compiles it."""
+    blocker = NGramRepeatBlock(2)
+    tokens = torch.tensor([[2, 5, 6, 5], [2, 5, 6, 5], [2, 7, 8, 9]])
+    given = torch.arange(30.0).view(3, 10)
+    given[1, [*range(6), *range(7, 10)]] = -torch.inf  # the prompt goes on with 6
+    expected = given.clone()
+    expected[0, 6] = -torch.inf
+    for block in (blocker, torch.jit.script(blocker)):
+        for dtype in (torch.float32, torch.float16):
+            lprobs = given.to(dtype)
+            assert torch.equal(block(tokens, lprobs, 3, 1, 3), expected.to(dtype))
+            assert torch.equal(lprobs, expected.to(dtype))  # in place, as in fairseq
+
+
 @breaks("IndexError: index 4[01] is out of bounds for dimension 0 with size 2")
 def diverse_beams_take_sentences_by_row(tmp_path):
     torch.manual_seed(0)
@@ -677,6 +693,24 @@ def test_full_batches_are_as_in_fairseq():
     patched = data_utils.batch_by_size(*arguments, **options_of_batches)
     for got, wanted in zip(patched, original(*arguments, **options_of_batches), strict=True):
         assert got.tolist() == wanted.tolist()
+
+
+def test_a_loader_without_a_maximum_has_every_block():
+    """As fairseq's own scripts call it: the default of ``max_positions`` is None."""
+    words = dictionary()
+    lines = [torch.tensor([5] * length) for length in (9, 2)]
+    data = MonolingualDataset(
+        [(line, line, line) for line in lines], [9, 2], words, targets=["future"]
+    )
+    task = LanguageModelingTask(argparse.Namespace(), words)
+    batches = task.eval_lm_dataloader(data, batch_size=8, num_workers=0)
+    assert sum(batch["nsentences"] for batch in batches) == 2
+
+
+def test_standard_input_may_be_text(monkeypatch):
+    """As a program or a test puts an ``io.StringIO`` in its place."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a b\n c\rd \n\u00e9"))
+    assert list(text.read_lines_of_input(None, "-", 2)) == [["a b", "c\rd"], ["\u00e9"]]
 
 
 def test_numpy_and_torch_themselves_are_untouched():

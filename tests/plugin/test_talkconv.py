@@ -507,6 +507,9 @@ SEARCHES = {
         beam_size=3, prefix_tokens=[[5, 6, 7], [8, 1, 1], [9, 10, 1], [5, 5, 5], [6, 7, 8]]
     ),
     "ngrams": dict(beam_size=3, no_repeat_ngram_size=2, unk_penalty=2.0, temperature=1.5),
+    "ngrams in a prefix": dict(
+        beam_size=3, no_repeat_ngram_size=1, prefix_tokens=[[5, 5, 5]] * 4 + [[6, 7, 1]]
+    ),
     "source length": dict(beam_size=3, match_source_len=True),
 }
 

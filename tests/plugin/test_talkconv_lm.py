@@ -613,6 +613,16 @@ def test_prompts_are_continued(lm_corpus, trained_lm, tmp_path, capsys, flags):
             ]
 
 
+def test_a_prompt_may_repeat_what_may_not_be_generated(lm_corpus, trained_lm, tmp_path, capsys):
+    flags = ["--no-repeat-ngram-size", 2, "--beam", 3]
+    prompt = "and the and the and"
+    (found,) = continuations(lm_corpus, trained_lm, tmp_path, capsys, [prompt], *flags)
+    words = found.split()
+    assert found.startswith(prompt) and len(words) > 5
+    pairs = list(zip(words[4:], words[5:]))  # from the last word of the prompt on
+    assert len(set(pairs)) == len(pairs) and ("and", "the") not in pairs
+
+
 def test_beam_1_takes_the_most_likely_word(lm_corpus, trained_lm, model, tmp_path, capsys):
     words = Dictionary.load(str(lm_corpus / "dict.txt"))
     texts = continuations(lm_corpus, trained_lm, tmp_path, capsys, PROMPTS, "--beam", 1)
