@@ -188,14 +188,3 @@ def _repeats(count):
     if not 1 <= count <= 10_000:  # more is a mistake
         raise ValueError
     return count
-
-
-def keep_layers(side, name, *windows):
-    """Leave the layers that `layers_to_keep` names, and their windows."""
-    if side.layers_to_keep:
-        kept = sorted(int(layer) for layer in side.layers_to_keep.split(","))
-        for option in windows:
-            if getattr(side, option) is not None:
-                given = window_list(f"{name}_{option}", getattr(side, option), side.layers)
-                setattr(side, option, [given[layer] for layer in kept])
-        side.layers = len(kept)

@@ -20,10 +20,10 @@ from talk_fairseq.models.config import (
     TaLKConvConfig,
     TaLKConvUnitConfig,  # noqa: F401
     add_flags,
-    keep_layers,
     nested_config,
     window_list,
 )
+from talk_fairseq.models.pruning import keep_layers, prune_parameters
 from talk_fairseq.models.released import rename_parameters
 from talk_fairseq.modules import TaLKConvUnit
 
@@ -180,8 +180,22 @@ class TaLKConvDecoder(TransformerDecoderBase):
         """None: a causal window needs no (T, T) mask."""
 
 
+class LoadsPruned:
+    """A model that loads the parameters of one with more layers by ``layers_to_keep``."""
+
+    def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
+        """Load `state_dict`, of which `prune_parameters` leaves out layers.
+
+        fairseq's own pruning, from `model_cfg`, would leave out layers of a pruned model again.
+        """
+        for name in ("encoder", "decoder"):
+            side = getattr(self.decoder.cfg, name)
+            state_dict = prune_parameters(state_dict, side, name)
+        return super().load_state_dict(state_dict, strict)
+
+
 @register_model("talkconv", dataclass=TaLKConvConfig)
-class TaLKConvModel(TransformerModelBase):
+class TaLKConvModel(LoadsPruned, TransformerModelBase):
     """TaLK-Conv encoder-decoder (Lioutas & Guo, ICML 2020)."""
 
     @classmethod

@@ -10,8 +10,9 @@ from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 
 from talk_fairseq.models.archs import TALKCONV_LM, register_archs
-from talk_fairseq.models.config import TaLKConvUnitConfig, add_flags, keep_layers, nested_config
-from talk_fairseq.models.talkconv import TaLKConvDecoder
+from talk_fairseq.models.config import TaLKConvUnitConfig, add_flags, nested_config
+from talk_fairseq.models.pruning import keep_layers
+from talk_fairseq.models.talkconv import LoadsPruned, TaLKConvDecoder
 
 
 @dataclass
@@ -158,7 +159,7 @@ def build_embeddings(cfg, dictionary):
 
 
 @register_model("talkconv_lm", dataclass=TaLKConvLanguageModelConfig)
-class TaLKConvLanguageModel(FairseqLanguageModel):
+class TaLKConvLanguageModel(LoadsPruned, FairseqLanguageModel):
     """TaLK-Conv language model, on fairseq's task language_modeling."""
 
     @classmethod

@@ -30,6 +30,7 @@ from fairseq.search import (
     Sampling,
 )
 from fairseq.sequence_generator import SequenceGenerator
+from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
 from fairseq.token_generation_constraints import pack_constraints
 from omegaconf import OmegaConf
 
@@ -286,6 +287,51 @@ def test_layers_to_keep(source):
             units(m, "encoder")[i].linear1.weight for m, i in ((pruned, kept), (full, layer))
         )
         assert torch.equal(got, want)
+
+
+def test_only_one_side_is_pruned():
+    full = build_model(from_flags(*FLAGS), task())
+    pruned = build_model(from_flags(*FLAGS, "--encoder-layers-to-keep", "2"), task())
+    pruned.load_state_dict(full.state_dict(), strict=True)
+    assert torch.equal(pruned.encoder.layers[0].fc1.weight, full.encoder.layers[2].fc1.weight)
+    assert torch.equal(pruned.decoder.layers[1].fc1.weight, full.decoder.layers[1].fc1.weight)
+
+
+@pytest.mark.slow
+def test_a_pruned_model_trains_on_and_is_loaded(corpus, trained, tmp_path):
+    """From a checkpoint of more layers, then from its own; with the options that it saved."""
+    flags = ["--encoder-layers-to-keep", 1, "--decoder-layers-to-keep", 0]
+    resumed = ["--restore-file", trained, "--reset-optimizer", "--reset-dataloader"]
+    for updates, more in ((1, [*resumed, "--reset-meters"]), (2, [])):
+        printed = fairseq(
+            "train", corpus, *SMALL, *flags, *more, "--optimizer", "adam", "--lr", 0,
+            "--max-tokens", 2000, "--max-update", 24 + updates, "--save-dir", tmp_path,
+            "--no-epoch-checkpoints", "--disable-validation",
+        )  # fmt: skip
+        assert "Loaded checkpoint" in printed
+    path = tmp_path / "checkpoint_last.pt"
+    (full,), (pruned,) = (
+        checkpoint_utils.load_model_ensemble([str(file)])[0] for file in (trained, path)
+    )
+    assert [unit.conv.max_left for unit in units(pruned, "encoder")] == [9]
+    for side, kept in (("encoder", 1), ("decoder", 0)):
+        assert len(units(pruned, side)) == 1
+        expected = units(full, side)[kept].linear1.weight
+        assert torch.equal(units(pruned, side)[0].linear1.weight, expected)
+
+
+@pytest.mark.parametrize("layers", ["3", "-1", "0,a"])
+def test_layers_that_are_not_there_are_not_kept(layers):
+    message = "encoder_layers_to_keep: expected numbers from 0 to 2, such as 0,2, got "
+    with pytest.raises(ValueError, match=message):
+        build(from_flags(*FLAGS, f"--encoder-layers-to-keep={layers}"))
+
+
+def test_the_multilingual_task_says_which_models_it_takes():
+    multilingual = MultilingualTranslationTask.build_model
+    message = "--arch: expected a model of several language pairs, .* got talkconv_iwslt_de_en"
+    with pytest.raises(ValueError, match=message):
+        multilingual(None, from_flags("--arch", "talkconv_iwslt_de_en"))
 
 
 @pytest.mark.parametrize("arch", ["talkconv", "talkconv_iwslt_de_en"])
