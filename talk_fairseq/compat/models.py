@@ -1,9 +1,13 @@
-"""Patches of how fairseq builds models: from the names of archs and the keys of YAML files."""
+"""Patches of how fairseq builds models: from flags, names of archs and keys of YAML files."""
 
 import argparse
+import sys
+import traceback
+from pathlib import Path
 
 import fairseq.dataclass.initialize
 import fairseq.dataclass.utils
+import fairseq.distributed.utils
 import fairseq.models
 import fairseq.tasks.multilingual_translation
 import fairseq.utils
@@ -81,3 +85,23 @@ def require_multi_model(original, self, args, *more, **kwargs):
             f"for --task multilingual_translation, got {name}"
         )
     return original(self, args, *more, **kwargs)
+
+
+@patches(fairseq.distributed.utils, "call_main")
+def end_commands_in_one_line(original, cfg, main, **kwargs):
+    """End a command with the message alone where this package refuses its options.
+
+    That is a ValueError that a patch raises, or that anything here raises while the task, the model
+    or the criterion is built. ``fairseq-hydra-train`` and who calls fairseq from Python get the
+    error itself. Without it: some fifty lines of traceback stand before the message.
+    """
+    try:
+        return original(cfg, main, **kwargs)
+    except ValueError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        building = any(f.name in ("setup_task", "build_model", "build_criterion") for f in frames)
+        compat = Path(__file__).parent
+        refused = Path(frames[-1].filename).is_relative_to(compat.parent if building else compat)
+        if not refused or "fairseq_cli.hydra_train" in sys.modules:
+            raise
+        sys.exit(f"{type(error).__name__}: {error}")

@@ -1,5 +1,8 @@
 """The TaLK-Conv encoder-decoder: fairseq's Transformer with TaLKConvUnit for self-attention."""
 
+import glob
+import os
+
 from fairseq.distributed import fsdp_wrap
 from fairseq.models import register_model
 from fairseq.models.transformer import (
@@ -180,8 +183,30 @@ class TaLKConvDecoder(TransformerDecoderBase):
         """None: a causal window needs no (T, T) mask."""
 
 
-class LoadsPruned:
-    """A model that loads the parameters of one with more layers by ``layers_to_keep``."""
+class TaLKConvModelBase:
+    """What the encoder-decoder and the language model share, before fairseq's class of a model."""
+
+    @classmethod
+    def from_pretrained(
+        cls, model_name_or_path, checkpoint_file="model.pt", data_name_or_path=".", **kwargs
+    ):
+        """Load a model as fairseq does.
+
+        Raises ValueError that names ``data_name_or_path`` where it is no folder with dictionaries;
+        one that begins with ``.`` is below the folder of the model.
+        """
+        folder = str(data_name_or_path)
+        if folder.startswith("."):
+            folder = os.path.join(model_name_or_path, folder)
+        if os.path.isdir(model_name_or_path) and not os.path.isfile(folder):
+            if not glob.glob(os.path.join(glob.escape(folder), "dict*.txt")):
+                raise ValueError(
+                    f"data_name_or_path: expected a folder with dictionaries (dict*.txt), got "
+                    f"{folder}"
+                )
+        return super().from_pretrained(
+            model_name_or_path, checkpoint_file, data_name_or_path, **kwargs
+        )
 
     def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
         """Load `state_dict`, of which `prune_parameters` leaves out layers.
@@ -195,7 +220,7 @@ class LoadsPruned:
 
 
 @register_model("talkconv", dataclass=TaLKConvConfig)
-class TaLKConvModel(LoadsPruned, TransformerModelBase):
+class TaLKConvModel(TaLKConvModelBase, TransformerModelBase):
     """TaLK-Conv encoder-decoder (Lioutas & Guo, ICML 2020)."""
 
     @classmethod

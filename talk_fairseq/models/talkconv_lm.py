@@ -12,7 +12,7 @@ from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 from talk_fairseq.models.archs import TALKCONV_LM, register_archs
 from talk_fairseq.models.config import TaLKConvUnitConfig, add_flags, nested_config
 from talk_fairseq.models.pruning import keep_layers
-from talk_fairseq.models.talkconv import LoadsPruned, TaLKConvDecoder
+from talk_fairseq.models.talkconv import TaLKConvDecoder, TaLKConvModelBase
 
 
 @dataclass
@@ -159,7 +159,7 @@ def build_embeddings(cfg, dictionary):
 
 
 @register_model("talkconv_lm", dataclass=TaLKConvLanguageModelConfig)
-class TaLKConvLanguageModel(LoadsPruned, FairseqLanguageModel):
+class TaLKConvLanguageModel(TaLKConvModelBase, FairseqLanguageModel):
     """TaLK-Conv language model, on fairseq's task language_modeling."""
 
     @classmethod

@@ -929,6 +929,29 @@ def test_matmul_precision_of_the_environment(precision, shown):
     assert (done.returncode == 0) == (precision == "medium")
 
 
+LEVEL = "logging.getLogger().getEffectiveLevel()"
+NUMBA = "logging.getLogger('numba.core.ssa').getEffectiveLevel()"
+
+
+@pytest.mark.parametrize(
+    "program, level",
+    [
+        (f"import fairseq_cli.interactive, talk_fairseq, logging; print({LEVEL})", "20"),
+        (f"import talk_fairseq, logging; print({LEVEL})", "30"),
+        (
+            f"import logging; logging.basicConfig(level=40); import talk_fairseq; print({LEVEL})",
+            "40",
+        ),
+        (f"import logging, fairseq, talk_fairseq; print({NUMBA})", "30"),
+    ],
+    ids=["a command", "a program", "a program with a level", "fairseq first"],
+)
+def test_the_log_has_the_level_of_the_program(program, level):
+    """A module of fairseq sets DEBUG, with which Numba fills pages when it compiles a kernel."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == level, done.stderr[-3000:]
+
+
 @pytest.mark.slow
 def test_two_processes_resume_one(data, trained, tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

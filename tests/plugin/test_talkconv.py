@@ -21,6 +21,7 @@ import fairseq_cli.interactive
 from fairseq import checkpoint_utils, options
 from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.distributed import utils as distributed_utils
 from fairseq.models import build_model
 from fairseq.models.transformer import TransformerConfig
 from fairseq.search import (
@@ -31,10 +32,11 @@ from fairseq.search import (
 )
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
+from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from fairseq.token_generation_constraints import pack_constraints
 from omegaconf import OmegaConf
 
-from talk_fairseq.models.talkconv import TaLKConvConfig, nested_config, window_list
+from talk_fairseq.models.talkconv import TaLKConvConfig, TaLKConvModel, nested_config, window_list
 
 
 def dictionary(size):
@@ -709,12 +711,64 @@ def test_bad_input_stops_training_with_a_clear_error(corpus, trained, tmp_path, 
 
 @pytest.mark.slow
 def test_bad_windows_stop_before_training(corpus, tmp_path):
+    """With the message alone: `printed` has no traceback."""
     printed = fairseq(
         "train", corpus, *SMALL, "--decoder-max-left", "3", "--optimizer", "adam", "--max-tokens",
         2000, "--save-dir", tmp_path / "checkpoints", check=False,
     )  # fmt: skip
     assert "decoder_max_left: expected 2 windows, one a layer, got 1" in printed
+    assert "Traceback" not in printed
     assert not list(tmp_path.rglob("*.pt"))
+
+
+def run_as_a_command(cfg, task_of_command):
+    """Build the model of `cfg` as a command of fairseq does."""
+
+    def main(cfg):
+        task_of_command.build_model(cfg.model)
+
+    distributed = SimpleNamespace(distributed_init_method=None, tpu=True)  # one process
+    cfg = SimpleNamespace(model=cfg, distributed_training=distributed, common=SimpleNamespace())
+    cfg.common.tpu = False
+    distributed_utils.call_main(cfg, main)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--offset-dropout 1.5", "--encoder-talk-heads 7", "--encoder-max-left 3"]
+)
+def test_commands_end_in_the_message_alone(flags, monkeypatch):
+    """As fairseq-hydra-train and Python do not: hydra has its own way, callers their handlers."""
+    monkeypatch.delitem(sys.modules, "fairseq_cli.hydra_train", raising=False)
+    translation = TranslationTask(TranslationConfig(), dictionary(20), dictionary(20))
+    cfg = from_flags("--arch", "talkconv", *flags.split())
+    with pytest.raises(SystemExit, match=r"^ValueError: \w+: expected .*, got "):
+        run_as_a_command(cfg, translation)
+    monkeypatch.setitem(sys.modules, "fairseq_cli.hydra_train", None)
+    with pytest.raises(ValueError, match=r"^\w+: expected .*, got "):
+        run_as_a_command(cfg, translation)
+
+
+def test_errors_of_others_keep_their_traceback(monkeypatch):
+    """Such as those of one's own unit."""
+    monkeypatch.delitem(sys.modules, "fairseq_cli.hydra_train", raising=False)
+
+    class Broken:
+        def build_model(self, cfg):
+            raise ValueError("not enough values to unpack")
+
+    with pytest.raises(ValueError, match="^not enough values to unpack$"):
+        run_as_a_command(None, Broken())
+
+
+@pytest.mark.parametrize("data", ["absent", "../empty", "empty"])
+def test_a_folder_without_dictionaries_is_named(trained, tmp_path, monkeypatch, data):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "model").mkdir()
+    shutil.copy(trained, tmp_path / "model/model.pt")
+    monkeypatch.chdir(tmp_path)
+    message = r"data_name_or_path: expected a folder with dictionaries \(dict\*.txt\), got "
+    with pytest.raises(ValueError, match=message):
+        TaLKConvModel.from_pretrained("model", data_name_or_path=data)
 
 
 # --- Ways to install it ---
