@@ -31,14 +31,12 @@ from talk_fairseq.models.released import rename_parameters
 from talk_fairseq.modules import TaLKConvUnit
 
 
-def build_unit(cfg, side, heads, window):
-    """The TaLKConvUnit of a layer of ``side`` (cfg.encoder or cfg.decoder)."""
-    max_left, max_right = window
-    unit = TaLKConvUnit(
+def build_unit(cfg, side, window):
+    """The unit, of the class ``cfg.unit``, of a layer of ``side`` (cfg.encoder or cfg.decoder)."""
+    unit = cfg.unit(
         side.embed_dim,
-        side.talk_heads or heads,
-        max_left,
-        max_right,
+        side.talk_heads or side.attention_heads,
+        *window,
         glu=side.glu,
         input_dropout=cfg.input_dropout,
         offset_dropout=cfg.offset_dropout,
@@ -69,7 +67,7 @@ class TaLKConvEncoderLayer(TransformerEncoderLayerBase):
         super().__init__(cfg, return_fc)
 
     def build_self_attention(self, embed_dim, cfg):
-        return build_unit(cfg, cfg.encoder, cfg.encoder.attention_heads, self.window)
+        return build_unit(cfg, cfg.encoder, self.window)
 
 
 class TaLKConvEncoder(TransformerEncoderBase):
@@ -102,7 +100,7 @@ class TaLKConvDecoderLayer(TransformerDecoderLayerBase):
         super().__init__(cfg, no_encoder_attn)
 
     def build_self_attention(self, embed_dim, cfg, add_bias_kv=False, add_zero_attn=False):
-        return build_unit(cfg, cfg.decoder, cfg.decoder.attention_heads, self.window)
+        return build_unit(cfg, cfg.decoder, self.window)
 
     def build_encoder_attention(self, embed_dim, cfg):
         return encoder_attention.EncoderAttention(
@@ -184,7 +182,14 @@ class TaLKConvDecoder(TransformerDecoderBase):
 
 
 class TaLKConvModelBase:
-    """What the encoder-decoder and the language model share, before fairseq's class of a model."""
+    """What the encoder-decoder and the language model share, before fairseq's class of a model.
+
+    Attributes:
+        unit: the class of what replaces self-attention in each layer, a TaLKConvUnit or one's own
+            subclass of it.
+    """
+
+    unit = TaLKConvUnit
 
     @classmethod
     def from_pretrained(
@@ -230,6 +235,7 @@ class TaLKConvModel(TaLKConvModelBase, TransformerModelBase):
     @classmethod
     def build_model(cls, cfg, task):
         cfg = nested_config(cfg, TaLKConvConfig)
+        cfg.unit = cls.unit
         keep_layers(cfg.encoder, "encoder", "max_left", "max_right")
         keep_layers(cfg.decoder, "decoder", "max_left")
         return super().build_model(cfg, task)

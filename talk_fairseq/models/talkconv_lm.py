@@ -169,6 +169,7 @@ class TaLKConvLanguageModel(TaLKConvModelBase, FairseqLanguageModel):
     @classmethod
     def build_model(cls, cfg, task):
         cfg = nested_config(cfg, TaLKConvLanguageModelConfig)
+        cfg.unit = cls.unit
         keep_layers(cfg.decoder, "decoder", "max_left")
         cfg.checkpoint_activations |= cfg.offload_activations
         if cfg.max_target_positions is None:

@@ -37,6 +37,7 @@ from fairseq.token_generation_constraints import pack_constraints
 from omegaconf import OmegaConf
 
 from talk_fairseq.models.talkconv import TaLKConvConfig, TaLKConvModel, nested_config, window_list
+from talk_fairseq.modules import TaLKConvUnit
 
 
 def dictionary(size):
@@ -344,6 +345,21 @@ def test_from_a_namespace(arch):
     model = build(args)
     assert [unit.conv.max_left for unit in units(model, "encoder")] == [1, 2]
     assert model.encoder.dropout_module.p == 0.5
+
+
+class OwnUnit(TaLKConvUnit):
+    """One's own variant of the unit."""
+
+
+def test_a_variant_of_the_unit_is_an_attribute_of_the_model():
+    class Own(TaLKConvModel):
+        unit = OwnUnit
+
+    cfg = from_flags("--arch", "talkconv", *SMALL)
+    own = Own.build_model(cfg, task())
+    every = units(own, "encoder") + units(own, "decoder")
+    assert len(every) == 4 and all(type(unit) is OwnUnit for unit in every)
+    assert type(units(build_model(cfg, task()), "encoder")[0]) is TaLKConvUnit
 
 
 # --- The model ---

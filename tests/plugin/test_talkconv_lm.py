@@ -33,7 +33,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from talk_fairseq.models.talkconv import nested_config
-from talk_fairseq.models.talkconv_lm import TaLKConvLanguageModelConfig, cutoff_list, filter_list
+from talk_fairseq.models.talkconv_lm import (
+    TaLKConvLanguageModel,
+    TaLKConvLanguageModelConfig,
+    cutoff_list,
+    filter_list,
+)
+from talk_fairseq.modules import TaLKConvUnit
 
 
 def task(words=60, output_words=None):
@@ -255,6 +261,19 @@ def test_from_a_namespace(arch):
     )  # fmt: skip
     model = build(args)
     assert windows(model) == [1, 2] and model.max_positions() == 30
+
+
+class OwnUnit(TaLKConvUnit):
+    """One's own variant of the unit."""
+
+
+def test_a_variant_of_the_unit_is_an_attribute_of_the_model():
+    class Own(TaLKConvLanguageModel):
+        unit = OwnUnit
+
+    flags = [*SMALL_LM[SMALL_LM.index("--arch") :]]
+    own = Own.build_model(from_flags(*flags), task())
+    assert [type(layer.self_attn) for layer in own.decoder.layers] == [OwnUnit, OwnUnit]
 
 
 # --- What does not fit is refused ---
