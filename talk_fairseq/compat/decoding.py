@@ -38,9 +38,9 @@ def block_repeated_ngrams(self, tokens, lprobs, bsz: int, beam_size: int, step: 
     """Block the n-grams of ``--no-repeat-ngram-size`` without fairseq's CUDA extension.
 
     A row that would be left without any word stays as it is: a prompt or a prefix allows one word
-    alone, which may repeat an n-gram. Without it: nothing is blocked, in any task; sixteen times
-    "the" with a size of 3. Wheels have no extension, and what is generated is compared with the
-    end of the whole buffer, which is padding until the last step.
+    alone, which may repeat an n-gram. Without it: nothing is blocked, in any task: wheels have no
+    extension, and fairseq's other path compares n-grams with the end of the whole buffer, which is
+    padding until the last step.
 
     Args:
         tokens: (rows, positions) of which the first ``step + 1`` are written, one to begin with.

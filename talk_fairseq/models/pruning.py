@@ -35,7 +35,7 @@ def keep_layers(side, name, *windows):
 
 
 def prune_parameters(state_dict, side, name):
-    """The parameters without layers that the config `side` does not keep, the rest renumbered.
+    """Return the parameters of the layers that the config `side` keeps, renumbered.
 
     Those of a model that has been pruned already stay as they are.
     """

@@ -32,7 +32,7 @@ from talk_fairseq.modules import TaLKConvUnit
 
 
 def build_unit(cfg, side, window):
-    """The unit, of the class ``cfg.unit``, of a layer of ``side`` (cfg.encoder or cfg.decoder)."""
+    """Return the unit, a ``cfg.unit``, of a layer of ``side`` (cfg.encoder or cfg.decoder)."""
     unit = cfg.unit(
         side.embed_dim,
         side.talk_heads or side.attention_heads,
@@ -51,7 +51,7 @@ def build_unit(cfg, side, window):
 
 
 def wrap_layer(layer, cfg):
-    """Activation checkpointing and FSDP, as fairseq's Transformer applies them."""
+    """Apply activation checkpointing and FSDP as fairseq's Transformer does."""
     if cfg.checkpoint_activations:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
     return fsdp_wrap(
@@ -84,7 +84,7 @@ class TaLKConvEncoder(TransformerEncoderBase):
         return wrap_layer(TaLKConvEncoderLayer(cfg, next(self._windows), self.return_fc), cfg)
 
     def reorder_encoder_out(self, encoder_out, new_order):
-        """Only notes the new order, under "rows": a TaLKConvDecoder needs no more."""
+        """Note the new order under "rows", which is all that a TaLKConvDecoder needs."""
         return encoder_attention.reorder_encoder_out(encoder_out, new_order)
 
     def upgrade_state_dict_named(self, state_dict, name):
@@ -166,7 +166,7 @@ class TaLKConvDecoder(TransformerDecoderBase):
         )
 
     def reorder_incremental_state_scripting(self, incremental_state, new_order):
-        """As fairseq's, but it need not search all modules, nor copy what hypotheses share."""
+        """Reorder states as fairseq does, without a search of all modules or copies of keys."""
         for layer in self.layers.children():
             if hasattr(layer, "self_attn"):  # a BaseLayer has none
                 layer.self_attn.reorder_incremental_state(incremental_state, new_order)
@@ -178,7 +178,7 @@ class TaLKConvDecoder(TransformerDecoderBase):
                 yield layer.encoder_attn
 
     def buffered_future_mask(self, tensor):
-        """None: a causal window needs no (T, T) mask."""
+        """Return None: a causal window needs no (T, T) mask."""
 
 
 class TaLKConvModelBase:

@@ -49,7 +49,7 @@ class TaLKConvLanguageModelConfig(TaLKConvUnitConfig, TransformerLanguageModelCo
 
 
 def cutoff_list(name, cutoff, dim, factor, words):
-    """``"20000,60000"`` or ``[20000, 60000]`` as a list of ints; None for None and ``""``.
+    """Return ``"20000,60000"`` or ``[20000, 60000]`` as ints; None for None and ``""``.
 
     Raises ValueError, naming `name`, unless the cutoffs rise, end within the dictionary of
     `words` words, and leave at least one of `dim` dimensions to the last band.
@@ -80,7 +80,7 @@ def cutoff_list(name, cutoff, dim, factor, words):
 
 
 def filter_list(filters):
-    """``"[(1, 64), (2, 128)]"`` or a list of such pairs as a list of pairs of ints.
+    """Return ``"[(1, 64), (2, 128)]"`` or a list of such pairs as a list of pairs of ints.
 
     Raises ValueError for anything else.
     """
@@ -132,7 +132,7 @@ def check_embeddings(cfg, source_words, target_words):
 
 
 def build_embeddings(cfg, dictionary):
-    """The module from tokens to embeddings that `cfg` asks for."""
+    """Return the module from tokens to embeddings that `cfg` asks for."""
     if cfg.character_embeddings:
         return CharacterTokenEmbedder(
             dictionary,

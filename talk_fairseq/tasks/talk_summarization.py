@@ -82,7 +82,7 @@ class TaLKSummarizationTask(TranslationTask):
         super().__init__(cfg, src_dict, tgt_dict)
 
     def build_dataset_for_inference(self, src_tokens, src_lengths, **kwargs):
-        """A data set of sources without targets (fairseq-interactive), cut as those on disk are."""
+        """Return a data set of sources alone (fairseq-interactive), cut as those on disk are."""
         longest = self.cfg.max_source_positions
         src_tokens = [
             tokens
@@ -96,7 +96,7 @@ class TaLKSummarizationTask(TranslationTask):
     # Generation
 
     def build_generator(self, models, args, seq_gen_cls=None, extra_gen_cls_kwargs=None, **kwargs):
-        """fairseq's generator, or `StepwiseLengthPenaltyGenerator` with ``stepwise_lenpen``.
+        """Return fairseq's generator, or with ``stepwise_lenpen`` our own.
 
         Raises ValueError for options of generation that exclude each other.
         """
@@ -113,7 +113,7 @@ class TaLKSummarizationTask(TranslationTask):
     # Validation
 
     def build_model(self, cfg, from_checkpoint=False):
-        """The model; with ``eval_rouge`` also the generator that validation uses."""
+        """Build the model, and with ``eval_rouge`` the generator that validation uses."""
         model = super().build_model(cfg, from_checkpoint)
         if self.cfg.eval_rouge:
             rouge_sums([], [])  # fails here, not after the first epoch, without rouge-score
@@ -123,7 +123,7 @@ class TaLKSummarizationTask(TranslationTask):
         return model
 
     def valid_step(self, sample, model, criterion):
-        """Loss and, with ``eval_rouge``, the sums that `reduce_metrics` makes ROUGE of."""
+        """Return the loss and, with ``eval_rouge``, the sums that `reduce_metrics` reads."""
         loss, sample_size, logging_output = super().valid_step(sample, model, criterion)
         if self.cfg.eval_rouge:
             hypotheses, references = self._summarize(sample, model)
@@ -135,7 +135,7 @@ class TaLKSummarizationTask(TranslationTask):
 
     def _summarize(self, sample, model):
         def text(tokens, unknown):
-            # Else an unknown word of the reference would match one of the hypothesis.
+            # Otherwise an unknown word of the reference would match one of the hypothesis.
             return self.tgt_dict.string(
                 tokens.int().cpu(), self.cfg.eval_rouge_remove_bpe, unk_string=unknown
             )
@@ -163,12 +163,12 @@ class TaLKSummarizationTask(TranslationTask):
 
 
 def percent(meters, kind):
-    """The mean of a kind of ROUGE in percent, 0 where there were no summaries."""
+    """Return the mean of a kind of ROUGE in percent, 0 where there were no summaries."""
     return round(100 * meters[f"_{kind}"].sum / max(meters["_rouge_count"].sum, 1), 2)
 
 
 def generation_options(text):
-    """The dictionary of ``eval_rouge_args``.
+    """Return the dictionary of ``eval_rouge_args``.
 
     Raises ValueError unless it is JSON and has only keys of fairseq's group `generation`.
     """
@@ -188,9 +188,9 @@ def generation_options(text):
 
 
 def length_penalty(length, alpha):
-    """What a sum of log-probabilities is divided by: ((5 + length) / 6) ** alpha.
+    """Return ((5 + length) / 6) ** alpha, the penalty of Wu et al. (2016).
 
-    That is the penalty of Wu et al. (2016); the end of sentence counts.
+    Sums of log-probabilities are divided by it; the end of sentence counts.
     """
     return ((5 + length) / 6) ** alpha
 
@@ -213,7 +213,7 @@ class StepwiseLengthPenaltyBeamSearch(BeamSearch):
         self.alpha = alpha
 
     def step(self, step, lprobs, scores, prev_output_tokens=None, original_batch_idxs=None):
-        """The candidates as fairseq's BeamSearch gives them, at -inf what fell out of the beam."""
+        """Return fairseq's candidates, with -inf for what fell out of the beam."""
         B, beam, _ = lprobs.shape
         scores, tokens, parents = super().step(step, lprobs, scores)
         normalized = scores / length_penalty(step + 1, self.alpha)
