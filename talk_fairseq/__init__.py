@@ -9,6 +9,8 @@ models, the task and the criterion; the operator needs neither fairseq nor CuPy.
 
 import importlib.util
 import logging
+import os
+import sys
 import warnings
 
 from talk_fairseq.modules import TaLKConv, TaLKConvUnit
@@ -28,10 +30,15 @@ __version__ = "0.1.0"
 
 
 def _register_with_fairseq():
-    # Some of fairseq's tasks set up logging when they are imported; that is up to the program.
+    # Some modules of fairseq set up logging when they are imported; that is up to the program.
     root, chatty = logging.getLogger(), logging.getLogger("fairseq.tasks.text_to_speech")
     handlers, level = root.handlers[:], root.level
     chatty.setLevel(logging.WARNING)
+    if any(name.startswith("fairseq_cli.") for name in sys.modules):
+        # Most commands import fairseq, which sets DEBUG, before they ask for this in vain.
+        level = logging.getLevelName(os.environ.get("LOGLEVEL", "INFO").upper())
+    if "fairseq" in sys.modules and (numba := logging.getLogger("numba")).level == logging.NOTSET:
+        numba.setLevel(logging.WARNING)  # thousands of lines for each kernel where root has DEBUG
     try:
         import fairseq  # noqa: F401
     except Exception as error:  # whatever a broken installation raises; the operator works on

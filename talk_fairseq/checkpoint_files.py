@@ -1,7 +1,7 @@
-"""Untrusted files, read without running code, and files of runs that are killed, written whole.
+"""Read untrusted files without running their code, and write files whole.
 
-Checkpoints are pickles, and options are text that fairseq evaluates; both may come from anywhere.
-The package compat puts these functions in the place of fairseq's.
+Checkpoints are pickles, and their options are text that fairseq evaluates; both may come from
+anywhere. The package compat puts these functions in the place of fairseq's.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def allow_checkpoint_types():
 
 
 def _plain(value):
-    """`value` as it was saved, with arrays as numpy's.
+    """Return `value` as it was saved, with arrays as numpy's.
 
     Raises ValueError for tensors with more elements than they have bytes for (an expanded one has
     one for all), and for any but plain tensors of real numbers.
@@ -122,7 +122,7 @@ def _plain(value):
 
 
 def one_line(text, longest=100):
-    """The beginning of ``text``, which a file may have made, fit to be printed."""
+    """Return the beginning of untrusted ``text`` as one line of printable characters."""
     line = " ".join(text.split())
     line = "".join(character if character.isprintable() else "?" for character in line)
     return line if len(line) <= longest else line[: longest - 2] + " …"
@@ -175,10 +175,10 @@ def read_checkpoint(file, map_location="cpu", mmap=False):
 
 @contextlib.contextmanager
 def naming(path):
-    """What fails inside becomes an error of one line that names the checkpoint ``path``.
+    """Turn errors inside the block into one line that names the checkpoint ``path``.
 
-    A ValueError stays one, all else becomes a RuntimeError. Left alone are OSError, MemoryError,
-    and errors that name it themselves.
+    A ValueError stays one, other errors become a RuntimeError. OSError, MemoryError and errors that
+    name the checkpoint pass unchanged.
     """
     try:
         yield
@@ -197,10 +197,10 @@ def naming(path):
 
 @contextlib.contextmanager
 def whole_file(path):
-    """A binary file that becomes ``path`` when the block ends, and is ``<path>.tmp`` until then.
+    """Open a binary file that is ``<path>.tmp`` until the block ends, and then ``path``.
 
     It is on the disk before it gets its name: whenever the process is killed or the machine stops,
-    ``path`` is what it was or all of what is to be. After an exception it is removed.
+    ``path`` holds all of the old content or all of the new. An exception removes it.
     """
     unfinished = f"{path}.tmp"
     try:
@@ -227,7 +227,7 @@ EXPRESSION += (ast.UAdd, ast.USub, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Di
 
 
 def evaluate(expression):
-    """The value of an option such as ``"[(512, 3)] * 20"``: plain values, sums and products.
+    """Return the value of an option like ``"[(512, 3)] * 20"``: plain values, sums and products.
 
     Raises ValueError for anything else and for what gets very large, TypeError for no text.
     """

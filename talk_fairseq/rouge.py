@@ -11,7 +11,7 @@ KINDS = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL", "rouge_l
 
 
 def rouge_sums(hypotheses, references, sentence_separator=None, stemming=True):
-    """The F-measures of the four kinds, each summed over the summaries.
+    """Return the F-measures of the four kinds, each summed over the summaries.
 
     Args:
         hypotheses, references: lists of as many summaries. In rouge_lsum, the longest common
@@ -46,7 +46,7 @@ def rouge_sums(hypotheses, references, sentence_separator=None, stemming=True):
 
 
 def rouge(hypotheses, references, sentence_separator=None, stemming=True):
-    """The mean F-measures in percent, as papers print them; see `rouge_sums`.
+    """Return the mean F-measures in percent, as papers print them; see `rouge_sums`.
 
     Also raises ValueError if there are no summaries.
     """
@@ -57,7 +57,7 @@ def rouge(hypotheses, references, sentence_separator=None, stemming=True):
 
 
 def version():
-    """The version of rouge-score that is installed."""
+    """Return the version of rouge-score that is installed."""
     return importlib.metadata.version("rouge-score")
 
 

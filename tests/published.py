@@ -1,6 +1,6 @@
 """The published TaLK models in plain PyTorch, and checkpoints such as their code wrote.
 
-What our models are held to when they load such a checkpoint: stated from the paper and from the
+Our models are checked against these when they load such a checkpoint. They follow the paper and the
 names that the published code gave its options and parameters, in float64, with the oracle's
 windows. No code is shared with fairseq or with talk_fairseq.
 """

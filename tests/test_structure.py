@@ -5,6 +5,7 @@ import re
 import subprocess
 
 import pytest
+
 from conftest import ROOT
 
 # Each part may import those before it, and itself.
@@ -65,7 +66,9 @@ def test_nothing_in_the_package_imports_what_stands_above_it():
 
 
 def test_the_package_knows_nothing_of_the_pipeline():
-    assert [p for p in tracked("talk_fairseq/*.py") if any("pipeline" in n for n in imports(p))] == []
+    assert [
+        p for p in tracked("talk_fairseq/*.py") if any("pipeline" in n for n in imports(p))
+    ] == []
 
 
 def test_no_path_is_extended():

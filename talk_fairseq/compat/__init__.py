@@ -37,9 +37,11 @@ text.py
     name_flags_that_limit_lengths          errors about long sentences name no flag
     check_learned_positions                too long a sentence is an IndexError
 models.py
+    end_commands_in_one_line               a wrong option ends in 50 lines of traceback
     return_swish_as_function               swish is a class, which cannot be applied
     apply_arch_defaults_in_yaml            an arch that a YAML names is not applied
     build_legacy_models_from_yaml          older models do not build from YAML
+    require_multi_model                    the multilingual task names no model that it takes
 decoding.py
     score_every_token                      eval-lm skips blocks that are too long
     block_repeated_ngrams                  --no-repeat-ngram-size blocks nothing

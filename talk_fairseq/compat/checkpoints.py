@@ -75,8 +75,8 @@ def name_file_of_bad_model(original, filenames, arg_overrides=None, task=None, *
 def unpack_archives_inside_a_folder(original, archive_file):
     """Refuse an archive whose names or links lead out of the folder it is unpacked into.
 
-    Without it: ``from_pretrained`` unpacks an archive wherever the names and links in it lead.
-    Raises ValueError before Python 3.11.4, which cannot tell.
+    Raises ValueError for any archive before Python 3.11.4, which has no such filter. Without it:
+    ``from_pretrained`` unpacks an archive wherever the names and links in it lead.
     """
 
     class Inside(tarfile.TarFile):
@@ -134,9 +134,8 @@ def translate_published_options(original, state):
 def evaluate_options_without_running_code():
     """Give all modules of fairseq `evaluate` in place of ``eval``.
 
-    Without it: loading a model runs what its options say: fairseq calls ``eval`` on them, seen in
-    ``--encoder-layers`` of fconv and in ``eval_str_list``. Called by the package last, once all
-    modules of fairseq are imported.
+    Without it: loading a model runs what its options say, since fairseq calls ``eval`` on some, as
+    on ``--encoder-layers`` of fconv. The package calls this last, once fairseq is imported.
     """
     for name, module in list(sys.modules.items()):
         if name.startswith("fairseq."):
@@ -163,8 +162,8 @@ def unpickle_broadcasts_fully():
 def save_checkpoints_whole(original, obj, filename, async_write=False):
     """Write a checkpoint to disk before it gets its name, and begin each of three tries anew.
 
-    Without it: fairseq tries three times, into the same open file: what a full disk cut short
-    stands before what is then written, and nothing can read the file.
+    Without it: fairseq tries three times to write into the same open file. After a full disk the
+    file begins with the part that was written first, and nothing can read it.
     """
     if async_write or not PathManager.supports_rename(filename):
         return original(obj, filename, async_write)

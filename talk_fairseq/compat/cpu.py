@@ -45,7 +45,7 @@ def keep_overflows_on_cpu():
     """Keep what the trainer makes a tensor of on the CPU, where there is no GPU.
 
     Without it: ``--memory-efficient-fp16`` ends at the first overflow with ``Torch not compiled
-    with CUDA enabled``, of the zero that stands for the norm of gradients that overflowed.
+    with CUDA enabled``: the trainer moves the norm of the gradients, a zero then, to a GPU.
     """
 
     class OnTheCPU(torch.Tensor):
@@ -63,8 +63,8 @@ def keep_overflows_on_cpu():
 def clip_gradients_without_scaler(original, self, max_norm, aggregate_norm_fn=None):
     """Clip the gradients of ``--amp`` without a GPU, where torch has disabled the scaler.
 
-    Raises FloatingPointError for those that are not finite, as without ``--amp``. Without it: they
-    end in an AttributeError, of a scaler that has no scale to lower.
+    Raises FloatingPointError for gradients that are not finite, as without ``--amp``. Without it:
+    an AttributeError, since the disabled scaler has no scale to lower.
     """
     if self.scaler.is_enabled():
         return original(self, max_norm, aggregate_norm_fn)

@@ -97,9 +97,9 @@ def save_number_of_shards(original, self):
 def resume_epoch_with_other_world_size(original, self, state_dict):
     """Resume an epoch where all processes that shared it have come to.
 
-    What is saved is how many batches each process has had. Batches are dealt out in one order, so
-    all of them together tell where to resume; if that is not the same for all processes, some are
-    seen again. Without it: more processes end in ``Cannot resume training due to dataloader
+    A checkpoint says how many batches each process has had. They are dealt out in one order, so
+    their sum tells where to resume; what the new processes cannot share evenly is seen again.
+    Without it: more processes end in ``Cannot resume training due to dataloader
     mismatch``, and fewer see sentences again.
     """
     done = state_dict.get("iterations_in_epoch", 0) * state_dict.get("num_shards", self.num_shards)

@@ -1,12 +1,14 @@
 """Patches of what fairseq generates and scores."""
 
+import math
+
 import fairseq.ngram_repeat_block
 import fairseq.search
 import fairseq.tasks.language_modeling
 import fairseq.tasks.multilingual_language_modeling
 import torch
 
-from talk_fairseq.compat.patching import patches
+from talk_fairseq.compat.patching import patches, replaces
 
 
 @patches(fairseq.tasks.language_modeling.LanguageModelingTask, "eval_lm_dataloader")
@@ -20,8 +22,9 @@ def score_every_token(original, self, dataset, *args, max_positions=None, **kwar
     Without it: only what is left is scored. Without the ``--tokens-per-sample`` of training, which
     is then 1024, every block is skipped, and the perplexity is 1.00 or that of a short last block.
     """
-    indices = dataset.ordered_indices()
-    _, skipped = dataset.filter_indices_by_size(indices, max_positions)
+    skipped = []
+    if max_positions is not None:
+        _, skipped = dataset.filter_indices_by_size(dataset.ordered_indices(), max_positions)
     if len(skipped) > 0:
         raise ValueError(
             f"expected blocks of at most {max_positions} tokens to score, got {len(skipped)} "
@@ -30,12 +33,13 @@ def score_every_token(original, self, dataset, *args, max_positions=None, **kwar
     return original(self, dataset, *args, max_positions=max_positions, **kwargs)
 
 
-@patches(fairseq.ngram_repeat_block.NGramRepeatBlock, "_no_repeat_ngram")
-def block_repeated_ngrams(original, self, tokens, lprobs, bsz, beam_size, step):
+@replaces(fairseq.ngram_repeat_block.NGramRepeatBlock, "_no_repeat_ngram")
+def block_repeated_ngrams(self, tokens, lprobs, bsz: int, beam_size: int, step: int):
     """Block the n-grams of ``--no-repeat-ngram-size`` without fairseq's CUDA extension.
 
-    Without it: nothing is blocked, in any task; sixteen times "the" with a size of 3. Wheels have
-    no extension, and what is generated is compared with the end of the whole buffer, which is
+    A row that would be left without any word stays as it is: a prompt or a prefix allows one word
+    alone, which may repeat an n-gram. Without it: nothing is blocked, in any task: wheels have no
+    extension, and fairseq's other path compares n-grams with the end of the whole buffer, which is
     padding until the last step.
 
     Args:
@@ -43,12 +47,14 @@ def block_repeated_ngrams(original, self, tokens, lprobs, bsz, beam_size, step):
         lprobs: (rows, words), set to -inf where a word would complete an n-gram that is there.
     """
     n = self.no_repeat_ngram_size
-    written = tokens[:, 1 : step + 1]
     if step >= n:
+        written = tokens[:, 1 : step + 1]
         ngrams = written.unfold(1, n, 1)  # (rows, number, n)
         last = written[:, step - n + 1 :].unsqueeze(1)
-        rows, numbers = ngrams[:, :, :-1].eq(last).all(dim=2).nonzero(as_tuple=True)
-        lprobs[rows, ngrams[rows, numbers, -1]] = -torch.inf
+        repeated = ngrams[:, :, :-1].eq(last).all(dim=2)
+        blocked = torch.zeros_like(lprobs).scatter_add_(1, ngrams[:, :, -1], repeated.to(lprobs))
+        kept = lprobs.masked_fill(blocked > 0, -math.inf)
+        lprobs.copy_(torch.where(kept.isneginf().all(dim=1, keepdim=True), lprobs, kept))
     return lprobs
 
 

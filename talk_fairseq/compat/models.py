@@ -1,12 +1,18 @@
-"""Patches of how fairseq builds models: from the names of archs and the keys of YAML files."""
+"""Patches of how fairseq builds models: from flags, names of archs and keys of YAML files."""
 
 import argparse
+import sys
+import traceback
+from pathlib import Path
 
 import fairseq.dataclass.initialize
 import fairseq.dataclass.utils
+import fairseq.distributed.utils
 import fairseq.models
+import fairseq.tasks.multilingual_translation
 import fairseq.utils
 import torch
+from fairseq.models import ARCH_MODEL_REGISTRY, FairseqMultiModel
 from omegaconf import OmegaConf
 
 from talk_fairseq.compat.patching import patches, patches_command
@@ -55,7 +61,7 @@ def build_legacy_models_from_yaml(original, cfg, task, *args, **kwargs):
     defaults of the flags are not filled in, and those of the task are elsewhere; a list of one
     kernel size is a TypeError.
     """
-    model = fairseq.models.ARCH_MODEL_REGISTRY.get(getattr(cfg, "_name", None))
+    model = ARCH_MODEL_REGISTRY.get(getattr(cfg, "_name", None))
     if OmegaConf.is_config(cfg) and model and getattr(model, "__dataclass", None) is None:
         of_task = getattr(task, "cfg", None) or getattr(task, "args", None)  # of an older task
         cfg = argparse.Namespace(**OmegaConf.to_container(cfg, resolve=True))
@@ -64,3 +70,38 @@ def build_legacy_models_from_yaml(original, cfg, task, *args, **kwargs):
                 setattr(cfg, name, getattr(of_task, name))
         fairseq.dataclass.utils._set_legacy_defaults(cfg, model)
     return original(cfg, task, *args, **kwargs)
+
+
+@patches(fairseq.tasks.multilingual_translation.MultilingualTranslationTask, "build_model")
+def require_multi_model(original, self, args, *more, **kwargs):
+    """Raise ValueError for a model of one pair in ``--task multilingual_translation``.
+
+    Without it: ``ConfigAttributeError: Key 'left_pad_source'``, at the end of sixty lines.
+    """
+    name = getattr(args, "_name", None) or getattr(args, "arch", None)
+    if not issubclass(ARCH_MODEL_REGISTRY.get(name, FairseqMultiModel), FairseqMultiModel):
+        raise ValueError(
+            "--arch: expected a model of several language pairs, such as multilingual_transformer, "
+            f"for --task multilingual_translation, got {name}"
+        )
+    return original(self, args, *more, **kwargs)
+
+
+@patches(fairseq.distributed.utils, "call_main")
+def end_commands_in_one_line(original, cfg, main, **kwargs):
+    """End a command with the message alone where this package refuses its options.
+
+    That is a ValueError that a patch raises, or that anything here raises while the task, the model
+    or the criterion is built. ``fairseq-hydra-train`` and who calls fairseq from Python get the
+    error itself. Without it: some fifty lines of traceback stand before the message.
+    """
+    try:
+        return original(cfg, main, **kwargs)
+    except ValueError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        building = any(f.name in ("setup_task", "build_model", "build_criterion") for f in frames)
+        compat = Path(__file__).parent
+        refused = Path(frames[-1].filename).is_relative_to(compat.parent if building else compat)
+        if not refused or "fairseq_cli.hydra_train" in sys.modules:
+            raise
+        sys.exit(f"{type(error).__name__}: {error}")

@@ -15,6 +15,13 @@ def _record(patch):
     return patch
 
 
+def _present(owner, name):
+    """``owner.name``. Raises AttributeError where fairseq has lost it."""
+    if getattr(owner, name, None) is None:
+        raise AttributeError(f"expected {owner.__name__}.{name} in fairseq, got none")
+    return getattr(owner, name)
+
+
 def patches(owner, name):
     """Replace ``owner.name`` with the decorated function, which is given the original first.
 
@@ -24,9 +31,7 @@ def patches(owner, name):
     """
 
     def patch(function):
-        original = getattr(owner, name, None)
-        if original is None:
-            raise AttributeError(f"expected {owner.__name__}.{name} in fairseq, got none")
+        original = _present(owner, name)
         of_class = isinstance(vars(owner).get(name), classmethod)
         if of_class:
             original = original.__func__
@@ -39,6 +44,24 @@ def patches(owner, name):
             patched.patched_by = function.__name__
             setattr(owner, name, classmethod(patched) if of_class else patched)
         return _record(function)
+
+    return patch
+
+
+def replaces(owner, name):
+    """Replace ``owner.name`` with the decorated function itself.
+
+    For what TorchScript compiles, which reads the source of a function and would find that of the
+    original behind a wrapper. Raises AttributeError where fairseq has lost the name.
+    """
+
+    def patch(function):
+        original = _present(owner, name)
+        _record(function)
+        if not hasattr(original, "patched_by"):
+            function.patched_by, function.__name__ = function.__name__, name
+            setattr(owner, name, function)
+        return function
 
     return patch
 
@@ -75,8 +98,5 @@ def overlay(owner, module, **names):
     Raises AttributeError where ``owner`` no longer imports ``module`` under the usual name.
     """
     alias = {"numpy": "np"}.get(module.__name__, module.__name__)
-    seen = getattr(owner, alias, None)
-    if seen is None:
-        raise AttributeError(f"expected {owner.__name__}.{alias} in fairseq, got none")
-    if seen is module:
+    if _present(owner, alias) is module:
         setattr(owner, alias, Overlay(module, **names))

@@ -15,7 +15,7 @@ from talk_fairseq.compat.patching import applies, patches, patches_command
 
 
 def utf8_lines(file, name):
-    """The lines of an open binary ``file``, ended by line feeds alone, as text.
+    """Yield the lines of a binary ``file``, ended by line feeds alone, as text.
 
     A byte order mark is dropped. Raises ValueError that names file and line for bytes that are not
     UTF-8.
@@ -42,13 +42,14 @@ def end_lines_at_line_feeds():
 def read_lines_of_input(original, input, buffer_size):
     """End lines at line feeds alone in ``fairseq-interactive``, and check that they are UTF-8.
 
-    Raises ValueError that names file and line for bytes that are not; of a file that is no pipe
-    before anything is translated. Without it: lines also end at lone carriage returns, so that
-    there are more hypotheses than lines.
+    Raises ValueError that names file and line for other bytes, before anything is translated if
+    the file can be read twice. Without it: lines also end at lone carriage returns, so that there
+    are more hypotheses than lines.
     """
     with contextlib.ExitStack() as stack:
         if input == "-":
-            name, file = "standard input", sys.stdin.buffer
+            # What a program puts in place of standard input may hold text alone.
+            name, file = "standard input", getattr(sys.stdin, "buffer", map(str.encode, sys.stdin))
         else:
             name, file = input, stack.enter_context(open(input, "rb"))
             if file.seekable():

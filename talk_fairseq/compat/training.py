@@ -53,8 +53,8 @@ def remember_first_non_finite(original, self, tensor, name, backward):
 def name_module_where_nan_began(original, self, exc_type, exc_value, traceback):
     """Name the first module whose output, or whose gradient, was NaN or infinite.
 
-    In the FloatingPointError that ends the training. Without it: fairseq looks at every module
-    then, on the same batch once more, but only warns of what it finds, among the norms of all
+    The FloatingPointError that ends the training says it. Without it: fairseq runs the same batch
+    once more to look at every module, but only warns of what it finds, among the norms of all
     parameters.
     """
     original(self, exc_type, exc_value, traceback)
@@ -85,8 +85,8 @@ def require_legacy_ddp_for_layerdrop(original, args, model, *more, **kwargs):
 
     Without it: training ends during an update, with an error of gloo or NCCL, or of unused
     parameters: torch's DistributedDataParallel waits for gradients of layers that were dropped.
-    Told to expect that (``--find-unused-parameters``), it makes other gradients after a
-    validation, where gradients are accumulated.
+    With ``--find-unused-parameters`` it computes other gradients after a validation, where they
+    are accumulated.
     """
     dropped = any(isinstance(part, LayerDropModuleList) and part.p > 0 for part in model.modules())
     if dropped and args.ddp_backend in ("c10d", "pytorch_ddp") and not args.tpu:

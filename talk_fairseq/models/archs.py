@@ -32,7 +32,7 @@ _PLUS = {
 
 
 def _sizes(embed_dim, ffn_embed_dim, heads):
-    """The same sizes on both sides."""
+    """Return options with the same sizes on both sides."""
     return {
         f"{side}_{name}": value
         for side in ("encoder", "decoder")

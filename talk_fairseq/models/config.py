@@ -21,7 +21,7 @@ _NESTED = {"encoder": EncDecBaseConfig, "decoder": DecoderConfig, "quant_noise":
 
 
 def _flat_transformer_config():
-    """A dataclass of every option of fairseq's Transformer: decoder.layers is decoder_layers."""
+    """Make a dataclass of fairseq's Transformer options: decoder.layers is decoder_layers."""
     options = []
     for option in fields(TransformerConfig):
         prefix = option.name + "_" if option.name in _NESTED else ""
@@ -124,7 +124,9 @@ def add_flags(parser, config):
 
 
 def nested_config(cfg, config):
-    """fairseq's nested TransformerConfig, with our options, of a flat DictConfig or Namespace.
+    """Return fairseq's nested TransformerConfig, with our options, from a flat config `cfg`.
+
+    `cfg` is a DictConfig or the Namespace of all flags, and `config` the dataclass of the model.
 
     Raises ValueError for an option that does not exist or does not fit.
     """
@@ -157,7 +159,7 @@ def nested_config(cfg, config):
 
 
 def window_list(name, windows, layers):
-    """``"3,7,31x2"`` or ``[3, 7, 31, 31]`` as a list of ints, one for each of `layers` layers.
+    """Return ``"3,7,31x2"`` or ``[3, 7, 31, 31]`` as a list of ints, one for each layer.
 
     Raises ValueError, naming `name`, for text that is no such list and for a wrong length.
     """
@@ -188,14 +190,3 @@ def _repeats(count):
     if not 1 <= count <= 10_000:  # more is a mistake
         raise ValueError
     return count
-
-
-def keep_layers(side, name, *windows):
-    """Leave the layers that `layers_to_keep` names, and their windows."""
-    if side.layers_to_keep:
-        kept = sorted(int(layer) for layer in side.layers_to_keep.split(","))
-        for option in windows:
-            if getattr(side, option) is not None:
-                given = window_list(f"{name}_{option}", getattr(side, option), side.layers)
-                setattr(side, option, [given[layer] for layer in kept])
-        side.layers = len(kept)

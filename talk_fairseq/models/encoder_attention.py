@@ -1,8 +1,8 @@
 """A decoder's attention to its encoder, as fairseq's but faster step by step.
 
-The hypotheses of a sentence look at the same encoder output. A beam search reorders them within
-their sentence, so nothing of the encoder has to be repeated, copied or reordered for them: here
-they share one row of keys and values, and only which rows they are is written down.
+The hypotheses of a sentence attend to the same encoder output. A beam search reorders them within
+their sentence, so nothing of the encoder has to be repeated, copied or reordered for them: they
+share one row of keys and values, and only note the sentence that each belongs to.
 """
 
 import math
@@ -35,7 +35,7 @@ class EncoderAttention(MultiheadAttention):
         before_softmax=False,
         need_head_weights=False,
     ):
-        """The output (T, k N, C), and the weights (k N, T, S), (H, k N, T, S), or None."""
+        """Return the output (T, k N, C), and the weights (k N, T, S), (H, k N, T, S), or None."""
         if incremental_state is None or before_softmax:
             return super().forward(
                 query, key, value, key_padding_mask, incremental_state, need_weights, static_kv,
@@ -75,12 +75,12 @@ class EncoderAttention(MultiheadAttention):
 
 
 def _sentences(N, k, device):
-    """The sentence of each of k N rows."""
+    """Return the sentence of each of k N rows."""
     return torch.arange(N, device=device).repeat_interleave(k)
 
 
 def reorder(attentions, incremental_state, new_order):
-    """Row i is from now on what row ``new_order[i]`` was, in all layers' EncoderAttention.
+    """Let row i be what row ``new_order[i]`` was, in the EncoderAttention of all layers.
 
     Nothing is copied unless a sentence goes, comes or changes place.
     """
@@ -109,14 +109,14 @@ def reorder(attentions, incremental_state, new_order):
 
 
 def reorder_encoder_out(encoder_out, new_order):
-    """Row i is from now on what row ``new_order[i]`` was; the output itself stays as it is."""
+    """Let row i be what row ``new_order[i]`` was; the output itself stays as it is."""
     N = encoder_out["encoder_out"][0].shape[1]
     rows = encoder_out.get("rows") or [torch.arange(N, device=new_order.device)]
     return {**encoder_out, "rows": [rows[0].index_select(0, new_order)]}
 
 
 def encoder_out_of_rows(encoder_out, attentions, incremental_state):
-    """What the layers' `attentions` take of `encoder_out`: shared where they can share it."""
+    """Return `encoder_out` as `attentions` take it, one row a sentence if they can share it."""
     if encoder_out is None or not encoder_out.get("rows"):
         return encoder_out
     if any(attention._get_input_buffer(incremental_state) for attention in attentions):

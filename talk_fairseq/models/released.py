@@ -1,4 +1,4 @@
-"""Checkpoints of the published TaLK implementation, under our names.
+"""Translate checkpoints of the published TaLK implementation into our names.
 
 They hold the options as a Namespace of fairseq 0.9 or 0.10. `upgrade` translates those where
 fairseq upgrades what it has read (compat/checkpoints.py); the encoder and the decoder rename the
@@ -35,7 +35,7 @@ _DEFAULTS = {
 
 
 def upgrade(state):
-    """The checkpoint `state` with our options in its ``args`` if it is a published one.
+    """Return the checkpoint `state`, with our options in its ``args`` if it is a published one.
 
     Its parameters keep their names. Raises ValueError for options that cannot be translated.
     """
@@ -59,7 +59,7 @@ def upgrade(state):
 
 
 def our_options(args, parameters):
-    """The published options `args` as a Namespace of ours; what is no option of a model stays.
+    """Return the published options `args` as a Namespace of ours; other options stay.
 
     Options that have our names already win, as ``--model-overrides`` gives them. `parameters` are
     those of the checkpoint. Raises ValueError for kernel sizes that are no list.
@@ -99,7 +99,7 @@ def our_options(args, parameters):
 
 
 def _windows(name, sizes, layers):
-    """The sizes of the first `layers` layers; the published code ignores the rest of its list."""
+    """Return the sizes of the first `layers` layers; the published code ignores the rest."""
     try:
         given = ast.literal_eval(sizes) if isinstance(sizes, str) else sizes
         return [int(size) for size in given][:layers]

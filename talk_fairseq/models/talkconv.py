@@ -1,5 +1,8 @@
 """The TaLK-Conv encoder-decoder: fairseq's Transformer with TaLKConvUnit for self-attention."""
 
+import glob
+import os
+
 from fairseq.distributed import fsdp_wrap
 from fairseq.models import register_model
 from fairseq.models.transformer import (
@@ -20,22 +23,20 @@ from talk_fairseq.models.config import (
     TaLKConvConfig,
     TaLKConvUnitConfig,  # noqa: F401
     add_flags,
-    keep_layers,
     nested_config,
     window_list,
 )
+from talk_fairseq.models.pruning import keep_layers, prune_parameters
 from talk_fairseq.models.released import rename_parameters
 from talk_fairseq.modules import TaLKConvUnit
 
 
-def build_unit(cfg, side, heads, window):
-    """The TaLKConvUnit of a layer of ``side`` (cfg.encoder or cfg.decoder)."""
-    max_left, max_right = window
-    unit = TaLKConvUnit(
+def build_unit(cfg, side, window):
+    """Return the unit, a ``cfg.unit``, of a layer of ``side`` (cfg.encoder or cfg.decoder)."""
+    unit = cfg.unit(
         side.embed_dim,
-        side.talk_heads or heads,
-        max_left,
-        max_right,
+        side.talk_heads or side.attention_heads,
+        *window,
         glu=side.glu,
         input_dropout=cfg.input_dropout,
         offset_dropout=cfg.offset_dropout,
@@ -50,7 +51,7 @@ def build_unit(cfg, side, heads, window):
 
 
 def wrap_layer(layer, cfg):
-    """Activation checkpointing and FSDP, as fairseq's Transformer applies them."""
+    """Apply activation checkpointing and FSDP as fairseq's Transformer does."""
     if cfg.checkpoint_activations:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
     return fsdp_wrap(
@@ -66,7 +67,7 @@ class TaLKConvEncoderLayer(TransformerEncoderLayerBase):
         super().__init__(cfg, return_fc)
 
     def build_self_attention(self, embed_dim, cfg):
-        return build_unit(cfg, cfg.encoder, cfg.encoder.attention_heads, self.window)
+        return build_unit(cfg, cfg.encoder, self.window)
 
 
 class TaLKConvEncoder(TransformerEncoderBase):
@@ -83,7 +84,7 @@ class TaLKConvEncoder(TransformerEncoderBase):
         return wrap_layer(TaLKConvEncoderLayer(cfg, next(self._windows), self.return_fc), cfg)
 
     def reorder_encoder_out(self, encoder_out, new_order):
-        """Only notes the new order, under "rows": a TaLKConvDecoder needs no more."""
+        """Note the new order under "rows", which is all that a TaLKConvDecoder needs."""
         return encoder_attention.reorder_encoder_out(encoder_out, new_order)
 
     def upgrade_state_dict_named(self, state_dict, name):
@@ -99,7 +100,7 @@ class TaLKConvDecoderLayer(TransformerDecoderLayerBase):
         super().__init__(cfg, no_encoder_attn)
 
     def build_self_attention(self, embed_dim, cfg, add_bias_kv=False, add_zero_attn=False):
-        return build_unit(cfg, cfg.decoder, cfg.decoder.attention_heads, self.window)
+        return build_unit(cfg, cfg.decoder, self.window)
 
     def build_encoder_attention(self, embed_dim, cfg):
         return encoder_attention.EncoderAttention(
@@ -165,7 +166,7 @@ class TaLKConvDecoder(TransformerDecoderBase):
         )
 
     def reorder_incremental_state_scripting(self, incremental_state, new_order):
-        """As fairseq's, but it need not search all modules, nor copy what hypotheses share."""
+        """Reorder states as fairseq does, without a search of all modules or copies of keys."""
         for layer in self.layers.children():
             if hasattr(layer, "self_attn"):  # a BaseLayer has none
                 layer.self_attn.reorder_incremental_state(incremental_state, new_order)
@@ -177,11 +178,54 @@ class TaLKConvDecoder(TransformerDecoderBase):
                 yield layer.encoder_attn
 
     def buffered_future_mask(self, tensor):
-        """None: a causal window needs no (T, T) mask."""
+        """Return None: a causal window needs no (T, T) mask."""
+
+
+class TaLKConvModelBase:
+    """What the encoder-decoder and the language model share, before fairseq's class of a model.
+
+    Attributes:
+        unit: the class of what replaces self-attention in each layer, a TaLKConvUnit or one's own
+            subclass of it.
+    """
+
+    unit = TaLKConvUnit
+
+    @classmethod
+    def from_pretrained(
+        cls, model_name_or_path, checkpoint_file="model.pt", data_name_or_path=".", **kwargs
+    ):
+        """Load a model as fairseq does.
+
+        Raises ValueError that names ``data_name_or_path`` where it is no folder with dictionaries;
+        one that begins with ``.`` is below the folder of the model.
+        """
+        folder = str(data_name_or_path)
+        if folder.startswith("."):
+            folder = os.path.join(model_name_or_path, folder)
+        if os.path.isdir(model_name_or_path) and not os.path.isfile(folder):
+            if not glob.glob(os.path.join(glob.escape(folder), "dict*.txt")):
+                raise ValueError(
+                    f"data_name_or_path: expected a folder with dictionaries (dict*.txt), got "
+                    f"{folder}"
+                )
+        return super().from_pretrained(
+            model_name_or_path, checkpoint_file, data_name_or_path, **kwargs
+        )
+
+    def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
+        """Load `state_dict`, of which `prune_parameters` leaves out layers.
+
+        fairseq's own pruning, from `model_cfg`, would leave out layers of a pruned model again.
+        """
+        for name in ("encoder", "decoder"):
+            side = getattr(self.decoder.cfg, name)
+            state_dict = prune_parameters(state_dict, side, name)
+        return super().load_state_dict(state_dict, strict)
 
 
 @register_model("talkconv", dataclass=TaLKConvConfig)
-class TaLKConvModel(TransformerModelBase):
+class TaLKConvModel(TaLKConvModelBase, TransformerModelBase):
     """TaLK-Conv encoder-decoder (Lioutas & Guo, ICML 2020)."""
 
     @classmethod
@@ -191,6 +235,7 @@ class TaLKConvModel(TransformerModelBase):
     @classmethod
     def build_model(cls, cfg, task):
         cfg = nested_config(cfg, TaLKConvConfig)
+        cfg.unit = cls.unit
         keep_layers(cfg.encoder, "encoder", "max_left", "max_right")
         keep_layers(cfg.decoder, "decoder", "max_left")
         return super().build_model(cfg, task)

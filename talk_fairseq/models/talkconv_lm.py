@@ -10,8 +10,9 @@ from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 
 from talk_fairseq.models.archs import TALKCONV_LM, register_archs
-from talk_fairseq.models.config import TaLKConvUnitConfig, add_flags, keep_layers, nested_config
-from talk_fairseq.models.talkconv import TaLKConvDecoder
+from talk_fairseq.models.config import TaLKConvUnitConfig, add_flags, nested_config
+from talk_fairseq.models.pruning import keep_layers
+from talk_fairseq.models.talkconv import TaLKConvDecoder, TaLKConvModelBase
 
 
 @dataclass
@@ -48,7 +49,7 @@ class TaLKConvLanguageModelConfig(TaLKConvUnitConfig, TransformerLanguageModelCo
 
 
 def cutoff_list(name, cutoff, dim, factor, words):
-    """``"20000,60000"`` or ``[20000, 60000]`` as a list of ints; None for None and ``""``.
+    """Return ``"20000,60000"`` or ``[20000, 60000]`` as ints; None for None and ``""``.
 
     Raises ValueError, naming `name`, unless the cutoffs rise, end within the dictionary of
     `words` words, and leave at least one of `dim` dimensions to the last band.
@@ -79,7 +80,7 @@ def cutoff_list(name, cutoff, dim, factor, words):
 
 
 def filter_list(filters):
-    """``"[(1, 64), (2, 128)]"`` or a list of such pairs as a list of pairs of ints.
+    """Return ``"[(1, 64), (2, 128)]"`` or a list of such pairs as a list of pairs of ints.
 
     Raises ValueError for anything else.
     """
@@ -131,7 +132,7 @@ def check_embeddings(cfg, source_words, target_words):
 
 
 def build_embeddings(cfg, dictionary):
-    """The module from tokens to embeddings that `cfg` asks for."""
+    """Return the module from tokens to embeddings that `cfg` asks for."""
     if cfg.character_embeddings:
         return CharacterTokenEmbedder(
             dictionary,
@@ -158,7 +159,7 @@ def build_embeddings(cfg, dictionary):
 
 
 @register_model("talkconv_lm", dataclass=TaLKConvLanguageModelConfig)
-class TaLKConvLanguageModel(FairseqLanguageModel):
+class TaLKConvLanguageModel(TaLKConvModelBase, FairseqLanguageModel):
     """TaLK-Conv language model, on fairseq's task language_modeling."""
 
     @classmethod
@@ -168,6 +169,7 @@ class TaLKConvLanguageModel(FairseqLanguageModel):
     @classmethod
     def build_model(cls, cfg, task):
         cfg = nested_config(cfg, TaLKConvLanguageModelConfig)
+        cfg.unit = cls.unit
         keep_layers(cfg.decoder, "decoder", "max_left")
         cfg.checkpoint_activations |= cfg.offload_activations
         if cfg.max_target_positions is None:

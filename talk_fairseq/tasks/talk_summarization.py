@@ -1,13 +1,7 @@
 """Summaries: fairseq's translation task with long sources cut, and ROUGE in validation.
 
-    fairseq-train DATA --user-dir talk_fairseq --task talk_summarization \\
-        --max-source-positions 400 --eval-rouge --eval-rouge-remove-bpe sentencepiece \\
-        --eval-rouge-args '{"min_len": 55, "max_len_b": 140, "no_repeat_ngram_size": 3}' \\
-        --best-checkpoint-metric rouge_l --maximize-best-checkpoint-metric …
-    fairseq-generate DATA --user-dir talk_fairseq --task talk_summarization --path … \\
-        --min-len 55 --max-len-b 140 --no-repeat-ngram-size 3 --stepwise-lenpen --lenpen 0.9
-
-fairseq-generate takes the task's options from its flags, not from the checkpoint.
+docs/own_data.md has the commands to prepare, train, generate and score. fairseq-generate takes the
+task's options from its flags, not from the checkpoint.
 """
 
 import dataclasses
@@ -15,6 +9,7 @@ import json
 import logging
 from argparse import Namespace
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Optional  # fairseq does not read `str | None`
 
 import torch
@@ -87,7 +82,7 @@ class TaLKSummarizationTask(TranslationTask):
         super().__init__(cfg, src_dict, tgt_dict)
 
     def build_dataset_for_inference(self, src_tokens, src_lengths, **kwargs):
-        """A data set of sources without targets (fairseq-interactive), cut as those on disk are."""
+        """Return a data set of sources alone (fairseq-interactive), cut as those on disk are."""
         longest = self.cfg.max_source_positions
         src_tokens = [
             tokens
@@ -101,7 +96,7 @@ class TaLKSummarizationTask(TranslationTask):
     # Generation
 
     def build_generator(self, models, args, seq_gen_cls=None, extra_gen_cls_kwargs=None, **kwargs):
-        """fairseq's generator, or `StepwiseLengthPenaltyGenerator` with ``stepwise_lenpen``.
+        """Return fairseq's generator, or with ``stepwise_lenpen`` our own.
 
         Raises ValueError for options of generation that exclude each other.
         """
@@ -118,7 +113,7 @@ class TaLKSummarizationTask(TranslationTask):
     # Validation
 
     def build_model(self, cfg, from_checkpoint=False):
-        """The model; with ``eval_rouge`` also the generator that validation uses."""
+        """Build the model, and with ``eval_rouge`` the generator that validation uses."""
         model = super().build_model(cfg, from_checkpoint)
         if self.cfg.eval_rouge:
             rouge_sums([], [])  # fails here, not after the first epoch, without rouge-score
@@ -128,7 +123,7 @@ class TaLKSummarizationTask(TranslationTask):
         return model
 
     def valid_step(self, sample, model, criterion):
-        """Loss and, with ``eval_rouge``, the sums that `reduce_metrics` makes ROUGE of."""
+        """Return the loss and, with ``eval_rouge``, the sums that `reduce_metrics` reads."""
         loss, sample_size, logging_output = super().valid_step(sample, model, criterion)
         if self.cfg.eval_rouge:
             hypotheses, references = self._summarize(sample, model)
@@ -140,7 +135,7 @@ class TaLKSummarizationTask(TranslationTask):
 
     def _summarize(self, sample, model):
         def text(tokens, unknown):
-            # Else an unknown word of the reference would match one of the hypothesis.
+            # Otherwise an unknown word of the reference would match one of the hypothesis.
             return self.tgt_dict.string(
                 tokens.int().cpu(), self.cfg.eval_rouge_remove_bpe, unk_string=unknown
             )
@@ -168,12 +163,12 @@ class TaLKSummarizationTask(TranslationTask):
 
 
 def percent(meters, kind):
-    """The mean of a kind of ROUGE in percent, 0 where there were no summaries."""
+    """Return the mean of a kind of ROUGE in percent, 0 where there were no summaries."""
     return round(100 * meters[f"_{kind}"].sum / max(meters["_rouge_count"].sum, 1), 2)
 
 
 def generation_options(text):
-    """The dictionary of ``eval_rouge_args``.
+    """Return the dictionary of ``eval_rouge_args``.
 
     Raises ValueError unless it is JSON and has only keys of fairseq's group `generation`.
     """
@@ -192,22 +187,19 @@ def generation_options(text):
 # --- The step-wise length penalty ---
 
 
-class WuLengthPenalty(float):
-    """The alpha of Wu et al. (2016): ``length ** penalty`` is ((5 + length) / 6) ** alpha.
+def length_penalty(length, alpha):
+    """Return ((5 + length) / 6) ** alpha, the penalty of Wu et al. (2016).
 
-    fairseq divides the score of a hypothesis by ``length ** len_penalty``, the end of sentence
-    counted; with this for a number it divides as they do.
+    Sums of log-probabilities are divided by it; the end of sentence counts.
     """
-
-    def __rpow__(self, length):
-        return ((5 + length) / 6) ** float(self)
+    return ((5 + length) / 6) ** alpha
 
 
 class StepwiseLengthPenaltyBeamSearch(BeamSearch):
     """Beam search where finished hypotheses stay in the beam, ranked among the unfinished.
 
     At each step the beam is filled with the best of its finished hypotheses and of all ways to
-    extend the unfinished, by the sum of log-probabilities divided by ``length ** len_penalty``.
+    extend the unfinished, by the sum of log-probabilities divided by `length_penalty`.
     (In fairseq's own, a hypothesis that ends leaves the beam, and what is left has one length:
     there a penalty at every step would not change any choice.)
 
@@ -216,15 +208,15 @@ class StepwiseLengthPenaltyBeamSearch(BeamSearch):
         lowest: (B,) the lowest score in the beam.
     """
 
-    def __init__(self, tgt_dict, len_penalty):
+    def __init__(self, tgt_dict, alpha):
         super().__init__(tgt_dict)
-        self.len_penalty = len_penalty
+        self.alpha = alpha
 
     def step(self, step, lprobs, scores, prev_output_tokens=None, original_batch_idxs=None):
-        """The candidates as fairseq's BeamSearch gives them, at -inf what fell out of the beam."""
+        """Return fairseq's candidates, with -inf for what fell out of the beam."""
         B, beam, _ = lprobs.shape
         scores, tokens, parents = super().step(step, lprobs, scores)
-        normalized = scores / (step + 1) ** self.len_penalty
+        normalized = scores / length_penalty(step + 1, self.alpha)
         if step == 0:
             self.finished = normalized.new_full((B, beam), -torch.inf)
 
@@ -258,11 +250,9 @@ class StepwiseLengthPenaltyGenerator(SequenceGenerator):
             raise ValueError(
                 f"stepwise_lenpen: expected beam search, got {type(search_strategy).__name__}"
             )
-        len_penalty = WuLengthPenalty(len_penalty)
-        search_strategy = StepwiseLengthPenaltyBeamSearch(tgt_dict, len_penalty)
-        super().__init__(
-            models, tgt_dict, search_strategy=search_strategy, len_penalty=len_penalty, **options
-        )
+        search = StepwiseLengthPenaltyBeamSearch(tgt_dict, len_penalty)
+        options["normalize_scores"] = False  # finalize_hypos does
+        super().__init__(models, tgt_dict, search_strategy=search, **options)
 
     def finalize_hypos(
         self, step, bbsz_idx, eos_scores, tokens, scores, finalized, finished, *rest
@@ -271,6 +261,10 @@ class StepwiseLengthPenaltyGenerator(SequenceGenerator):
         unfinished = (sentence for sentence, done in enumerate(finished) if not done)
         for sentence, lowest in zip(unfinished, self.search.lowest):
             finalized[sentence] = [hypo for hypo in finalized[sentence] if hypo["score"] >= lowest]
-        return super().finalize_hypos(
+        newly_finished = super().finalize_hypos(
             step, bbsz_idx, eos_scores, tokens, scores, finalized, finished, *rest
         )
+        for hypo in chain.from_iterable(finalized):
+            if len(hypo["tokens"]) == step + 1:  # those that end here
+                hypo["score"] = hypo["score"] / length_penalty(step + 1, self.search.alpha)
+        return newly_finished

@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+from conftest import SMALL
+
 pytest.importorskip("fairseq")
 
+from building import from_flags, task
+from fairseq.models import build_model
 from fairseq.modules import MultiheadAttention
-from test_talkconv import SMALL, build_model, from_flags, task
 
 from talk_fairseq.models.encoder_attention import EncoderAttention, reorder
 

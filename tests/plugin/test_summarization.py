@@ -32,7 +32,7 @@ from talk_fairseq.rouge import KINDS, rouge, rouge_sums
 from talk_fairseq.tasks.talk_summarization import (
     StepwiseLengthPenaltyBeamSearch,
     TaLKSummarizationTask,
-    WuLengthPenalty,
+    length_penalty,
 )
 
 
@@ -387,7 +387,7 @@ def test_search_differs_from_fairseqs(toy, corpus):
 
 def test_what_falls_out_of_the_beam_is_no_padding(toy):
     """A beam of two with one word possible: the rest must not put holes in the decoder's input."""
-    search = StepwiseLengthPenaltyBeamSearch(toy.dictionary, WuLengthPenalty(1))
+    search = StepwiseLengthPenaltyBeamSearch(toy.dictionary, 1)
     lprobs = torch.full((1, 2, len(toy.dictionary)), -math.inf)
     lprobs[:, :, toy.first] = -1.0
     scores, tokens, _ = search.step(0, lprobs, None)
@@ -419,9 +419,9 @@ def test_a_beam_for_everything_finds_the_best_there_is(toy, corpus, alpha):
 
 
 def test_the_penalty_is_that_of_wu_et_al():
-    assert 1 ** WuLengthPenalty(0.6) == 1
-    assert 7 ** WuLengthPenalty(0.6) == pytest.approx((5 + 7) ** 0.6 / (5 + 1) ** 0.6)
-    assert 7 ** WuLengthPenalty(0) == 1
+    assert length_penalty(1, 0.6) == 1
+    assert length_penalty(7, 0.6) == pytest.approx((5 + 7) ** 0.6 / (5 + 1) ** 0.6)
+    assert length_penalty(7, 0) == 1
 
 
 # --- scripts/evaluate_rouge.sh ---

@@ -1,78 +1,48 @@
-"""The language model as a fairseq user meets it: archs, options, training, scores, text."""
+"""The language model as fairseq builds it: archs, options, what is refused, training."""
 
 import argparse
-import math
 import os
 import re
 import subprocess
 import sys
 import textwrap
 from dataclasses import fields
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from conftest import PLUGIN, SMALL_LM, fairseq
+from conftest import SMALL_LM
 
 pytest.importorskip("fairseq")
 
-import fairseq_cli.eval_lm
-import fairseq_cli.generate
-import fairseq_cli.interactive
-import fairseq_cli.train
-from fairseq import checkpoint_utils, options, tasks
-from fairseq.criterions.adaptive_loss import AdaptiveLoss
-from fairseq.criterions.cross_entropy import CrossEntropyCriterion
-from fairseq.data import Dictionary
-from fairseq.dataclass import initialize
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from building_lm import (
+    ADAPTIVE,
+    CHARACTERS,
+    SHARED,
+    TIED,
+    build,
+    from_flags,
+    from_yaml,
+    loss_of,
+    task,
+    tiny,
+    windows,
+)
 from fairseq.models import build_model
-from omegaconf import OmegaConf
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from talk_fairseq.models.talkconv import nested_config
-from talk_fairseq.models.talkconv_lm import TaLKConvLanguageModelConfig, cutoff_list, filter_list
-
-
-def task(words=60, output_words=None):
-    """What a model and a criterion read of their task."""
-    dictionaries = []
-    for size in (words, output_words or words):
-        dictionary = Dictionary()
-        for index in range(size - len(dictionary)):
-            dictionary.add_symbol(f"w{index}")
-        dictionaries.append(dictionary)
-    return SimpleNamespace(source_dictionary=dictionaries[0], target_dictionary=dictionaries[1])
-
-
-def from_flags(*flags):
-    parser = options.get_training_parser()
-    args = ["data", "--task", "language_modeling", "--tokens-per-sample", "48", *flags]
-    return convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, args)).model
-
-
-def from_yaml(model):
-    """`model` (text or a dictionary) as fairseq-hydra-train reads it, beside a task."""
-    if isinstance(model, str):
-        model = OmegaConf.create(textwrap.dedent(model))
-    root = {"task": {"_name": "language_modeling", "tokens_per_sample": 48}, "model": model}
-    root = OmegaConf.create({**root, "common": {"tpu": False}})
-    initialize.add_defaults(root)
-    return root.model
-
-
-def build(cfg, *words):
-    with torch.device("meta"):
-        return build_model(cfg, task(*words))
-
-
-def windows(model):
-    return [layer.self_attn.conv.max_left for layer in model.decoder.layers]
-
+from talk_fairseq.models.talkconv_lm import (
+    TaLKConvLanguageModel,
+    TaLKConvLanguageModelConfig,
+    cutoff_list,
+    filter_list,
+)
+from talk_fairseq.modules import TaLKConvUnit
 
 # --- Archs ---
+
 
 ARCHS = {
     "talkconv_lm": dict(
@@ -136,6 +106,7 @@ def test_wiki103_ties_what_can_be_tied():
 
 # --- Every option is a flag and a key ---
 
+
 OTHERS = {  # a value of each option that is neither a number nor a switch
     "activation_fn": "gelu",
     "decoder_max_left": "1,2x2",
@@ -145,6 +116,8 @@ OTHERS = {  # a value of each option that is neither a number nor a switch
     "adaptive_softmax_cutoff": "6,8",
     "character_filters": "[(1, 8), (2, 4)]",
 }
+
+
 OF_THE_TASK = {"add_bos_token", "tokens_per_sample", "max_target_positions", "tpu"}
 
 
@@ -257,12 +230,20 @@ def test_from_a_namespace(arch):
     assert windows(model) == [1, 2] and model.max_positions() == 30
 
 
-# --- What does not fit is refused ---
+class OwnUnit(TaLKConvUnit):
+    """One's own variant of the unit."""
 
-ADAPTIVE = "--adaptive-input --adaptive-input-cutoff 20,40 --adaptive-softmax-cutoff 20,40"
-TIED = f"{ADAPTIVE} --tie-adaptive-weights --tie-adaptive-proj"
-CHARACTERS = "--character-embeddings --character-filters [(1,8),(2,4)]"
-SHARED = "--share-decoder-input-output-embed"
+
+def test_a_variant_of_the_unit_is_an_attribute_of_the_model():
+    class Own(TaLKConvLanguageModel):
+        unit = OwnUnit
+
+    flags = [*SMALL_LM[SMALL_LM.index("--arch") :]]
+    own = Own.build_model(from_flags(*flags), task())
+    assert [type(layer.self_attn) for layer in own.decoder.layers] == [OwnUnit, OwnUnit]
+
+
+# --- What does not fit is refused ---
 
 
 @pytest.mark.parametrize(
@@ -330,27 +311,6 @@ def test_bad_character_filters(filters):
 
 
 # --- Training ---
-
-TINY = (
-    "--decoder-layers 2 --decoder-max-left 3,9 --decoder-embed-dim 32 --decoder-ffn-embed-dim 64 "
-    "--decoder-attention-heads 4"
-)
-
-
-def tiny(flags="", seed=0):
-    torch.manual_seed(seed)
-    return build_model(from_flags("--arch", "talkconv_lm", *TINY.split(), *flags.split()), task())
-
-
-def loss_of(model, tokens):
-    """The mean loss of `tokens` (B, T) by fairseq's criterion for the model's softmax."""
-    adaptive = model.decoder.adaptive_softmax is not None
-    criterion = (AdaptiveLoss if adaptive else CrossEntropyCriterion)(task(), False)
-    inputs = torch.cat([torch.full_like(tokens[:, :1], 2), tokens[:, :-1]], dim=1)
-    lengths = torch.full((len(tokens),), tokens.shape[1])
-    net_input = {"src_tokens": inputs, "src_lengths": lengths}
-    sample = {"net_input": net_input, "target": tokens, "ntokens": tokens.numel()}
-    return criterion(model, sample)[0] / tokens.numel()
 
 
 @pytest.mark.parametrize(
@@ -438,7 +398,7 @@ def test_no_tensor_of_length_times_length(flags):
 
 MEMORY = r"""
     import re, torch
-    from test_talkconv_lm import loss_of, tiny
+    from building_lm import loss_of, tiny
 
     def step(length):
         loss_of(model, torch.randint(4, 60, (1, length))).backward()
@@ -469,202 +429,3 @@ def test_memory_of_a_training_step_is_linear_in_its_length():
     )  # fmt: skip
     short, long = (int(peak) for peak in re.findall(r"peak (\d+)", done.stdout))
     assert short > 10_000 and long / short == pytest.approx(4, rel=0.1)
-
-
-# --- Through the commands, in this process where they allow it ---
-
-
-def command(parser, *flags):
-    """The configuration of a command of fairseq, given its parser and what follows its name."""
-    flags = [*map(str, flags), "--user-dir", str(PLUGIN)]
-    args = options.parse_args_and_arch(parser, flags)
-    return convert_namespace_to_omegaconf(args)
-
-
-def evaluate(data, path, *flags, caplog):
-    """(tokens, loss in bits) that fairseq-eval-lm reports."""
-    cfg = command(
-        options.get_eval_lm_parser(), data, "--path", path,
-        "--num-workers", 0, *flags,
-    )  # fmt: skip
-    caplog.clear()
-    with caplog.at_level("INFO"):
-        results = fairseq_cli.eval_lm.main(cfg)
-    tokens = re.search(r"Evaluated ([\d,]+) tokens", caplog.text)[1]
-    return int(tokens.replace(",", "")), float(results["loss"])
-
-
-@pytest.fixture(scope="module")
-def model(trained_lm):
-    models, _, _ = checkpoint_utils.load_model_ensemble_and_task([str(trained_lm)])
-    return models[0].eval()
-
-
-@pytest.fixture(scope="module")
-def test_tokens(lm_corpus):
-    """The test set as one sequence."""
-    cfg = OmegaConf.create({"_name": "language_modeling", "data": str(lm_corpus)})
-    cfg.update(tokens_per_sample=100000, dataset_impl=None, seed=1, use_plasma_view=False)
-    cfg.update(plasma_path="", data_buffer_size=0, batch_size=None, batch_size_valid=None)
-    lm = tasks.setup_task(cfg)
-    lm.load_dataset("test")
-    return lm.dataset("test")[0]["target"]
-
-
-def bits(model, tokens, block, context):
-    """The mean surprise of `tokens` in blocks, each after at most `context` tokens before it."""
-    inputs, total = torch.cat([tokens.new_tensor([2]), tokens[:-1]]), 0.0
-    for start in range(0, len(tokens), block):
-        first, end = max(start - context, 0), start + block
-        with torch.no_grad():
-            out = model(inputs[None, first:end])
-            log_probs = model.get_normalized_probs(out, log_probs=True)[0, start - first :]
-        total -= log_probs.gather(1, tokens[start:end, None]).sum().item()
-    return total / len(tokens) / math.log(2)
-
-
-def test_evaluation_scores_every_token(lm_corpus, trained_lm, model, test_tokens, caplog):
-    """With and without --context-window; --max-tokens 200 makes many batches."""
-    flags = ["--tokens-per-sample", 64, "--max-tokens", 200]
-    tokens, loss = evaluate(lm_corpus, trained_lm, *flags, caplog=caplog)
-    assert tokens == len(test_tokens)
-    assert loss == pytest.approx(bits(model, test_tokens, 64, 0), abs=1e-4)
-
-    flags += ["--context-window", 16]
-    tokens, with_context = evaluate(lm_corpus, trained_lm, *flags, caplog=caplog)
-    assert tokens == len(test_tokens)
-    assert with_context == pytest.approx(bits(model, test_tokens, 48, 16), abs=1e-4)
-    assert with_context != pytest.approx(loss, abs=1e-4)
-
-
-@pytest.mark.parametrize("mode", ["none", "eos", "complete"])
-def test_sample_break_modes(lm_corpus, trained_lm, test_tokens, tmp_path, mode, caplog):
-    flags = [*SMALL_LM, "--tokens-per-sample", 128, "--sample-break-mode", mode]
-    cfg = command(
-        options.get_training_parser(), lm_corpus, *flags, "--optimizer", "adam",
-        "--lr", 0.01, "--max-tokens", 1000, "--max-update", 2, "--save-dir", tmp_path,
-        "--num-workers", 0,
-    )  # fmt: skip
-    fairseq_cli.train.main(cfg)
-    path = tmp_path / "checkpoint_last.pt"
-    flags = ["--tokens-per-sample", 128, "--sample-break-mode", mode]
-    tokens, loss = evaluate(lm_corpus, path, *flags, caplog=caplog)
-    assert tokens == len(test_tokens) and 4 < loss < 12
-
-
-def test_evaluation_without_the_length_of_training_is_refused(lm_corpus, trained_lm):
-    """No perplexity of a part of the text, which could be quoted."""
-    printed = fairseq("eval-lm", lm_corpus, "--path", trained_lm, check=False)
-    assert "expected blocks of at most 64 tokens to score" in printed.strip().splitlines()[-1]
-    assert "Perplexity" not in printed
-
-
-def hypotheses(printed):
-    return dict(re.findall(r"^H-(\d+)\t\S+\t(.*)$", printed, re.M))
-
-
-@pytest.mark.parametrize("flags", ["--beam 3", "--sampling --sampling-topk 5 --beam 1"])
-def test_generation_keeps_the_prefix(lm_corpus, trained_lm, tmp_path, flags):
-    cfg = command(
-        options.get_generation_parser(), lm_corpus, "--path", trained_lm,
-        "--task", "language_modeling", "--tokens-per-sample", 128, "--sample-break-mode", "eos",
-        "--max-target-positions", 128, "--prefix-size", 3, "--max-len-b", 12, "--min-len", 6,
-        "--num-workers", 0, "--batch-size", 16, *flags.split(),
-        "--model-overrides", "{'max_target_positions': 128}",
-    )  # fmt: skip
-    with open(tmp_path / "printed", "w+") as file:
-        fairseq_cli.generate._main(cfg, file)
-        file.seek(0)
-        printed = file.read()
-    targets = dict(re.findall(r"^T-(\d+)\t(.*)$", printed, re.M))
-    found = hypotheses(printed)
-    assert len(found) == 43
-    for sentence, text in found.items():
-        assert text.split()[:3] == targets[sentence].replace("<<unk>>", "<unk>").split()[:3]
-        assert len(text.split()) >= 6
-
-
-PROMPTS = ["And the LORD said unto", "God", "the king of"]
-
-
-def continuations(lm_corpus, path, tmp_path, capsys, prompts, *flags):
-    """What fairseq-interactive makes of `prompts`, in their order."""
-    (tmp_path / "prompts").write_text("".join(prompt + "\n" for prompt in prompts))
-    cfg = command(
-        options.get_interactive_generation_parser(), lm_corpus, "--path",
-        path, "--task", "language_modeling", "--input", tmp_path / "prompts", "--max-len-b", 12,
-        "--buffer-size", len(prompts), "--batch-size", len(prompts), *flags,
-    )  # fmt: skip
-    fairseq_cli.interactive.main(cfg)
-    return [text for _, text in sorted(hypotheses(capsys.readouterr().out).items())]
-
-
-@pytest.mark.parametrize("flags", [["--beam", 3], ["--sampling", "--beam", 1, "--seed", 3]])
-def test_prompts_are_continued(lm_corpus, trained_lm, tmp_path, capsys, flags):
-    texts = continuations(lm_corpus, trained_lm, tmp_path, capsys, PROMPTS, *flags)
-    for prompt, text in zip(PROMPTS, texts, strict=True):
-        known = text.split()[: len(prompt.split())]
-        assert all(word in (wanted, "<unk>") for word, wanted in zip(known, prompt.split()))
-        assert len(text.split()) > len(prompt.split())
-    if "--sampling" not in flags:
-        for prompt, text in zip(PROMPTS, texts):  # in a batch as alone
-            assert continuations(lm_corpus, trained_lm, tmp_path, capsys, [prompt], *flags) == [
-                text
-            ]
-
-
-def test_beam_1_takes_the_most_likely_word(lm_corpus, trained_lm, model, tmp_path, capsys):
-    words = Dictionary.load(str(lm_corpus / "dict.txt"))
-    texts = continuations(lm_corpus, trained_lm, tmp_path, capsys, PROMPTS, "--beam", 1)
-    for prompt, text in zip(PROMPTS, texts, strict=True):
-        tokens = torch.tensor([2] + [words.index(word) for word in prompt.split()])
-        while len(tokens) <= len(text.split()):
-            with torch.no_grad():
-                logits = model(tokens[None])[0][0, -1]
-            logits[words.pad()] = -math.inf
-            tokens = torch.cat([tokens, logits.argmax()[None]])
-        assert words.string(tokens[1:]) == text
-
-
-@pytest.mark.slow
-def test_hydra_train_from_yaml(lm_corpus, test_tokens, tmp_path, caplog):
-    """An arch, some of its options overridden; the options of the task reach the model."""
-    (tmp_path / "small.yaml").write_text(
-        textwrap.dedent(f"""
-        common: {{user_dir: {PLUGIN}, log_format: simple}}
-        checkpoint: {{save_dir: {tmp_path}/checkpoints}}
-        task: {{_name: language_modeling, data: {lm_corpus}, tokens_per_sample: 48}}
-        criterion: {{_name: adaptive_loss}}
-        dataset: {{max_tokens: 1000}}
-        optimization: {{max_update: 2, lr: [0.001]}}
-        optimizer: {{_name: adam}}
-        lr_scheduler: {{_name: fixed}}
-        model:
-          _name: talkconv_lm_wiki103
-          decoder_embed_dim: 32
-          decoder_ffn_embed_dim: 16
-          adaptive_input_cutoff: [100, 300]
-          adaptive_softmax_cutoff: "100,300"
-        """)
-    )
-    fairseq("hydra-train", "--config-dir", tmp_path, "--config-name", "small", cwd=tmp_path)
-    path = tmp_path / "checkpoints/checkpoint_last.pt"
-    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(path)])
-    assert windows(model) == [3, 5, 7, 15, 31] + [63] * 12 and model.max_positions() == 48
-    tokens, _ = evaluate(lm_corpus, path, "--tokens-per-sample", 48, caplog=caplog)
-    assert tokens == len(test_tokens)
-
-
-@pytest.mark.long
-def test_wiki103_needs_no_flags_but_the_arch(lm_corpus, tmp_path):
-    """At its own size, on a dictionary that reaches its cutoffs; one update of a few tokens."""
-    words = (lm_corpus / "dict.txt").read_text()
-    (tmp_path / "dict.txt").write_text(words + "".join(f"x{n} 1\n" for n in range(60001)))
-    for path in lm_corpus.glob("*.*"):
-        if path.name != "dict.txt":
-            (tmp_path / path.name).symlink_to(path)
-    fairseq(
-        "train", tmp_path, "--task", "language_modeling", "--arch", "talkconv_lm_wiki103",
-        "--criterion", "adaptive_loss", "--tokens-per-sample", 16, "--batch-size", 2,
-        "--optimizer", "nag", "--max-update", 1, "--no-save", "--disable-validation",
-    )  # fmt: skip

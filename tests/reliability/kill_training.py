@@ -31,7 +31,7 @@ from itertools import islice
 from pathlib import Path
 
 import fairseq_cli.preprocess
-import fairseq_cli.train  # before talk_fairseq, which mends it
+import fairseq_cli.train  # before talk_fairseq, which patches it
 import torch
 import torch._dynamo  # the first update would, in every process
 from fairseq import checkpoint_utils, options
@@ -215,7 +215,7 @@ def wait_for_moment(save_dir, process, numbers, writing, before):
 
 
 def campaign(folder, kills, processes, seed):
-    """Kill and go on; returns the kills survived, those amid writing, and what is not the same."""
+    """Kill and go on; returns the kills survived, those during a save, and what is not the same."""
     numbers = random.Random(seed)
     updates = (MOST_UPDATES + 1) * kills + 5
     length = ["--max-update", updates]
@@ -236,7 +236,7 @@ def campaign(folder, kills, processes, seed):
     killed.mkdir()
     often = [*length, "--save-interval-updates", 1, "--keep-interval-updates", 2]
     often += ["--keep-last-epochs", 2]
-    survived = amid = 0
+    survived = saving = 0
     for number in range(kills):
         before = unfinished(killed)  # by the run that was killed last
         run = fork_all(folder, killed, processes, *often)
@@ -250,7 +250,7 @@ def campaign(folder, kills, processes, seed):
             os.kill(process, signal.SIGTERM)
             wait_for(process)
         begun = sorted(name for name, _ in unfinished(killed) - before)
-        amid += bool(begun)
+        saving += bool(begun)
         try:
             saved = last_update(killed)
         except ValueError as error:
@@ -268,7 +268,7 @@ def campaign(folder, kills, processes, seed):
     ends = [what_counts(folder / name / "checkpoint_last.pt") for name in ("alone", "killed")]
     different = [name for name in ends[0] if not same(ends[0][name], ends[1][name])]
     left = sorted(path.name for path in killed.glob("*.tmp"))
-    return survived, amid, different + left
+    return survived, saving, different + left
 
 
 def main(arguments=None):
@@ -285,13 +285,15 @@ def main(arguments=None):
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            survived, amid, different = campaign(
+            survived, saving, different = campaign(
                 Path(folder), args.kills, args.processes, args.seed
             )
         except SystemExit:
             print((Path(folder) / "log.txt").read_text()[-3000:], file=sys.stderr)
             raise
-    print(f"kills survived of kills done: {survived} of {args.kills}, {amid} of them amid writing")
+    print(
+        f"kills survived of kills done: {survived} of {args.kills}, {saving} of them during a save"
+    )
     print("not as in the run left alone:", ", ".join(different) or "nothing")
     return 0 if survived == args.kills and not different else 1
 

@@ -161,17 +161,17 @@ def kill(*arguments):
 
 
 def test_six_kills():
-    survived, done, amid = map(int, kill("--kills", 6).groups())
-    assert survived == done == 6 and amid >= 1
+    survived, done, saving = map(int, kill("--kills", 6).groups())
+    assert survived == done == 6 and saving >= 1
 
 
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("processes", [1, 2])
 def test_fifty_kills(processes):
-    survived, done, amid = map(int, kill("--processes", processes).groups())
+    survived, done, saving = map(int, kill("--processes", processes).groups())
     # Of two processes, half of the kills strike the one that does not write.
-    assert survived == done == 50 and amid >= 15 // processes
+    assert survived == done == 50 and saving >= 15 // processes
 
 
 if __name__ == "__main__":

@@ -1,0 +1,141 @@
+"""Probes of the patches in compat/cpu.py and compat/training.py."""
+
+import contextlib
+import copy
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+
+pytest.importorskip("fairseq")
+
+
+import torch
+from fairseq import models, options, trainer
+from fairseq.criterions.adaptive_loss import AdaptiveLoss
+from fairseq.distributed import utils as distributed_utils
+from fairseq.models import distributed_fairseq_model
+from fairseq.modules import LayerDropModuleList
+from probing import breaks, dictionary
+
+
+@breaks("AssertionError: tpu")
+def the_bf16_flag_does_not_ask_for_a_tpu(tmp_path):
+    parser = options.get_training_parser()
+    args = options.parse_args_and_arch(parser, ["x", "--arch", "transformer", "--bf16"])
+    assert args.bf16 and not args.tpu, "tpu"
+
+
+@breaks("AttributeError")  # as deep as a Trainer without a model comes
+def fp16_on_a_cpu_is_refused(tmp_path):
+    common = SimpleNamespace(fp16=True, memory_efficient_fp16=False, cpu=True, tpu=False)
+    with pytest.raises(ValueError, match="expected a GPU for --fp16, got a CPU"):
+        trainer.Trainer(SimpleNamespace(common=common), None, None, None)
+
+
+@breaks("AdaptiveLoss is not compatible")
+def one_process_trains_with_adaptive_loss(tmp_path):
+    class Derived(AdaptiveLoss):
+        """A user's criterion, which must stay what it is."""
+
+    cfg = SimpleNamespace(ddp_backend="pytorch_ddp", sentence_avg=False)
+    task = SimpleNamespace(target_dictionary=dictionary())
+    for criterion in (AdaptiveLoss, Derived):
+        assert type(criterion.build_criterion(cfg, task)) is criterion
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed_utils, "get_global_world_size", lambda: 2)
+        with pytest.raises(Exception, match="AdaptiveLoss is not compatible"):
+            AdaptiveLoss.build_criterion(cfg, task)
+
+
+@breaks("AssertionError: None")
+def processes_of_torchrun_find_each_other(tmp_path):
+    cfg = SimpleNamespace(
+        distributed_init_method=None,
+        distributed_world_size=1,
+        distributed_backend="nccl",
+        distributed_no_spawn=False,
+        pipeline_model_parallel=False,
+        tpu=False,
+    )
+    single = copy.copy(cfg)
+    distributed_utils.infer_init_method(single)
+    assert single == cfg
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (
+            ("MASTER_ADDR", "localhost"),
+            ("MASTER_PORT", "29500"),
+            ("WORLD_SIZE", "2"),
+            ("RANK", "1"),
+        ):
+            patch.setenv(name, value)
+        distributed_utils.infer_init_method(cfg)
+    assert cfg.distributed_init_method == "env://", cfg.distributed_init_method
+    assert (cfg.distributed_world_size, cfg.distributed_rank) == (2, 1)
+    assert cfg.distributed_no_spawn and cfg.distributed_backend == "gloo"
+
+
+@contextlib.contextmanager
+def one_process_of_a_group(folder):
+    """Yields a function that makes a model one that is trained in several processes."""
+    store = torch.distributed.FileStore(str(folder / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield lambda model, ddp_backend: models.DistributedFairseqModel(
+            SimpleNamespace(
+                tpu=False,
+                ddp_backend=ddp_backend,
+                device_id=0,
+                broadcast_buffers=False,
+                bucket_cap_mb=25,
+                find_unused_parameters=False,
+                gradient_as_bucket_view=False,
+                ddp_comm_hook="none",
+                heartbeat_timeout=-1,
+            ),
+            model,
+            torch.distributed.group.WORLD,
+            torch.device("cpu"),
+        )
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@breaks("device_ids")
+def pytorch_ddp_runs_on_a_cpu(tmp_path):
+    with one_process_of_a_group(tmp_path) as distributed:
+        model = distributed(torch.nn.Linear(2, 2), "pytorch_ddp")
+        assert model(torch.ones(1, 2)).shape == (1, 2)
+
+
+class DropsItsLayers(torch.nn.Module):
+    def __init__(self, p):
+        super().__init__()
+        self.layers = LayerDropModuleList(p, [torch.nn.Linear(2, 2)])
+        self.last = torch.nn.Linear(2, 2)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+@breaks("Expected to have finished reduction")
+def layers_are_dropped_in_several_processes(tmp_path):
+    def on_a_cpu(module, device_ids, output_device, **options):
+        return torch.nn.parallel.DistributedDataParallel(module, **options)
+
+    def train(model):
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+
+    with (
+        one_process_of_a_group(tmp_path) as distributed,
+        patch.object(distributed_fairseq_model, "DistributedDataParallel", on_a_cpu),
+    ):
+        train(distributed(DropsItsLayers(0), "pytorch_ddp"))
+        train(distributed(DropsItsLayers(1), "legacy_ddp"))
+        try:
+            train(distributed(DropsItsLayers(1), "pytorch_ddp"))
+        except ValueError as error:
+            assert "--ddp-backend: expected legacy_ddp to drop layers" in str(error)

@@ -1,0 +1,67 @@
+"""What the probes share: how they are registered, and small subjects for them."""
+
+import argparse
+import os
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("fairseq")
+
+import numpy as np
+import torch
+from fairseq.data import (
+    Dictionary,
+)
+from fairseq.models.transformer import TransformerModel
+
+PROBES = {}  # {name: (probe, pattern of its error without the patch)}
+WITHOUT_ERROR = set()  # probes that need no patch with this NumPy
+
+
+def breaks(error, since_numpy=1):
+    """Register a probe, which takes a folder, with a pattern of its error without the patch.
+
+    Before the major version `since_numpy` of NumPy there is no error.
+    """
+
+    def register(probe):
+        PROBES[probe.__name__] = (probe, error)
+        if int(np.__version__.split(".")[0]) < since_numpy:
+            WITHOUT_ERROR.add(probe.__name__)
+        return probe
+
+    return register
+
+
+class Anything:
+    """A type that is on no list."""
+
+
+def dictionary():
+    words = Dictionary()
+    for number in range(20):
+        words.add_symbol(f"w{number}")
+    return words
+
+
+def tiny_transformer(**options_of_model):
+    words = dictionary()
+    sizes = {
+        f"{side}_{what}": number
+        for side in ("encoder", "decoder")
+        for what, number in (
+            ("layers", 1),
+            ("embed_dim", 8),
+            ("ffn_embed_dim", 8),
+            ("attention_heads", 2),
+        )
+    }
+    args = argparse.Namespace(**sizes, **options_of_model)
+    task = SimpleNamespace(source_dictionary=words, target_dictionary=words)
+    torch.manual_seed(0)
+    return TransformerModel.build_model(args, task).eval()
+
+
+def quiet_environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}

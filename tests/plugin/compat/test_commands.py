@@ -1,0 +1,251 @@
+"""fairseq's commands on dummy data with ``--user-dir``, as the patches leave them."""
+
+import argparse
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from conftest import PLUGIN
+
+pytest.importorskip("fairseq")
+
+import numpy as np
+import torch
+from probing import (
+    quiet_environment,
+)
+
+from talk_fairseq import checkpoint_files
+from talk_fairseq.compat import text
+
+
+def fairseq(command, *arguments, fails=False, **options_of_run):
+    """Run a command of fairseq with the plugin; its output, or its last line if it ``fails``."""
+    code = f"from fairseq_cli.{command} import cli_main; cli_main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments), "--user-dir", str(PLUGIN)],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=quiet_environment(),
+        check=False,
+        **options_of_run,
+    )
+    assert (done.returncode != 0) == fails, done.stdout[-3000:]
+    return done.stdout.strip().splitlines()[-1] if fails else done.stdout
+
+
+SIZES = [
+    f"--{side}-{what}={number}"
+    for side in ("encoder", "decoder")
+    for what, number in (("layers", 1), ("embed-dim", 8), ("ffn-embed-dim", 8))
+] + ["--encoder-attention-heads=2", "--decoder-attention-heads=2"]
+
+
+TRAIN = [*"--cpu --optimizer adam --lr 0.01 --num-workers 0 --max-tokens 300".split()]
+
+
+SHORT = ["--cpu", "--batch-size=16", "--beam=2", "--max-len-b=10"]
+
+
+BLEU = ["--eval-bleu", "--eval-bleu-detok=moses", '--eval-bleu-args={"max_len_b": 10}']
+
+
+MODEL = ["--arch=talkconv", "--encoder-max-left=3", "--decoder-max-left=5", *SIZES]
+
+
+TRANSLATION = ["--task=translation", *MODEL, *TRAIN]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """Text of 60 + 20 + 43 lines whose translation is its reverse."""
+    folder = tmp_path_factory.mktemp("corpus")
+    numbers = np.random.default_rng(0)
+    for split, count in (("train", 60), ("valid", 20), ("test", 43)):
+        lines = [numbers.integers(30, size=numbers.integers(2, 9)) for _ in range(count)]
+        for language, order in (("de", 1), ("en", -1)):
+            text = "".join(" ".join(f"w{i}" for i in line[::order]) + "\n" for line in lines)
+            (folder / f"{split}.{language}").write_text(text)
+    return folder
+
+
+def preprocess(corpus, destination, **how):
+    prefixes = [f"--{split}pref={corpus / split}" for split in ("train", "valid", "test")]
+    flags = ["--source-lang=de", "--target-lang=en", "--joined-dictionary"]
+    return fairseq("preprocess", *prefixes, *flags, f"--destdir={destination}", **how)
+
+
+@pytest.fixture(scope="session")
+def data(corpus, tmp_path_factory):
+    destination = tmp_path_factory.mktemp("data")
+    preprocess(corpus, destination)
+    return destination
+
+
+@pytest.fixture(scope="session")
+def trained(data, tmp_path_factory):
+    """A folder with checkpoint1.pt and checkpoint2.pt, validated with BLEU."""
+    folder = tmp_path_factory.mktemp("trained")
+    flags = [*BLEU, "--best-checkpoint-metric=bleu", "--max-epoch=2", f"--save-dir={folder}"]
+    out = fairseq("train", data, *TRANSLATION, *flags)
+    assert "| bleu " in out and (folder / "checkpoint2.pt").exists()
+    return folder
+
+
+def hypotheses(out):
+    return [line for line in out.splitlines() if line.startswith("H-")]
+
+
+def test_all_43_sentences_are_generated(data, trained):
+    path = f"--path={trained / 'checkpoint_best.pt'}"
+    out = fairseq("generate", data, path, *SHORT, "--scoring=sacrebleu")
+    assert len(hypotheses(out)) == 43
+    assert "Translated 43 sentences" in out and "BLEU = " in out
+
+
+def test_diverse_beams_and_sentences_over_the_maximum(data, trained, corpus):
+    flags = ["--max-source-positions=6", "--skip-invalid-size-inputs-valid-test"]
+    groups = ["--diverse-beam-groups=2", "--diverse-beam-strength=0.5"]
+    path = f"--path={trained / 'checkpoint_best.pt'}"
+    out = fairseq("generate", data, path, *SHORT, *flags, *groups)
+    lengths = [len(line.split()) + 1 for line in (corpus / "test.de").open()]
+    kept = sum(length <= 6 for length in lengths)
+    assert 16 < kept < 43 and len(hypotheses(out)) == kept
+    assert f"{43 - kept} samples have invalid sizes and will be skipped" in out
+
+
+def test_interactive_translates_every_line(data, trained, corpus):
+    with open(corpus / "test.de") as lines:
+        path = f"--path={trained / 'checkpoint_best.pt'}"
+        out = fairseq("interactive", data, path, *SHORT, "--buffer-size=100", stdin=lines)
+    assert len(hypotheses(out)) == 43
+
+
+def test_validation_sees_every_sentence(data, trained):
+    path = f"--path={trained / 'checkpoint_best.pt'}"
+    flags = ["--task=translation", "--valid-subset=test", "--max-tokens=10000", "--cpu"]
+    assert "| bsz 43" in fairseq("validate", data, path, *flags)
+
+
+@pytest.mark.slow
+def test_averaging_resuming_and_finetuning(data, trained, tmp_path):
+    averaged = tmp_path / "averaged.pt"
+    script = PLUGIN.parent / "scripts" / "average_checkpoints.py"
+    epochs = ["--inputs", str(trained), "--last-epochs=2", "--output", str(averaged)]
+    runpy.run_path(str(script))["main"](epochs)
+    first, second, mean = (
+        checkpoint_files.read_checkpoint(path)["model"]["encoder.layers.0.fc1.weight"]
+        for path in (trained / "checkpoint1.pt", trained / "checkpoint2.pt", averaged)
+    )
+    torch.testing.assert_close(mean, (first + second) / 2)
+
+    resumed = ["--max-epoch=3", f"--save-dir={tmp_path}", "--no-epoch-checkpoints"]
+    restore = f"--restore-file={trained / 'checkpoint_last.pt'}"
+    out = fairseq("train", data, *TRANSLATION, *resumed, restore)
+    assert "Loaded checkpoint" in out and "begin training epoch 3" in out
+
+    tuned = ["--max-epoch=1", "--bf16", "--no-save", f"--finetune-from-model={averaged}"]
+    out = fairseq("train", data, *TRANSLATION, *tuned, f"--save-dir={tmp_path / 'tuned'}")
+    assert "loading pretrained model from" in out and "done training" in out
+
+
+def test_fp16_on_a_cpu_is_one_clear_line(data, tmp_path):
+    line = fairseq("train", data, *TRANSLATION, "--no-save", "--fp16", fails=True)
+    assert line == "ValueError: expected a GPU for --fp16, got a CPU: use --bf16, --amp or neither"
+
+
+def test_preprocess_checks_the_corpora_before_it_writes(corpus, tmp_path):
+    here, out = tmp_path / "corpus", tmp_path / "data"
+    shutil.copytree(corpus, here)
+    (here / "test.en").unlink()
+    assert f"No such file or directory: '{here / 'test.en'}'" in preprocess(here, out, fails=True)
+    assert not out.exists()
+
+    (here / "valid.en").write_text("w1\n")
+    args = argparse.Namespace(source_lang="de", target_lang="en", only_source=False)
+    vars(args).update(dict_only=False, trainpref=f"{here}/train", validpref=f"{here}/valid")
+    args.testpref = None
+    lines = re.escape(f"'{here}/valid.de': 20, '{here}/valid.en': 1")
+    with pytest.raises(ValueError, match=f"as many lines in both languages, got .{lines}"):
+        text.check_corpora_first(None, args)
+    args.only_source, args.validpref = True, f"{here}/train,{here}/valid"
+    assert text.check_corpora_first(lambda given: given, args) is args
+
+
+@pytest.mark.slow
+def test_language_models_train_and_are_scored(corpus, data, tmp_path):
+    shutil.copy(data / "dict.de.txt", tmp_path / "dict.txt")
+    for file in data.glob("*.de-en.de.*"):
+        shutil.copy(file, tmp_path / file.name.replace(".de-en.de", ""))
+    flags = ["--tokens-per-sample=32", "--sample-break-mode=eos"]
+    model = ["--task=language_modeling", "--arch=transformer_lm", f"--save-dir={tmp_path}"]
+    sizes = [size for size in SIZES if size.startswith("--decoder")]
+    fairseq("train", tmp_path, *model, *sizes, *TRAIN, *flags, "--max-update=3")
+
+    path = f"--path={tmp_path / 'checkpoint_last.pt'}"
+    out = fairseq("eval_lm", tmp_path, path, "--cpu", *flags)
+    words = (corpus / "test.de").read_text().split()
+    assert f"Evaluated {len(words) + 43} tokens" in out
+    # Without the flags every block is longer than the model allows.
+    line = fairseq("eval_lm", tmp_path, path, "--cpu", fails=True)
+    assert line.startswith("ValueError: expected blocks of at most 32 tokens to score, got")
+
+
+@pytest.mark.parametrize("precision, shown", [("medium", "medium"), ("low", "got 'low'")])
+def test_matmul_precision_of_the_environment(precision, shown):
+    code = "import talk_fairseq, torch; print(torch.get_float32_matmul_precision())"
+    env = {**os.environ, "TALK_MATMUL_PRECISION": precision}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert shown in done.stdout + done.stderr
+    assert (done.returncode == 0) == (precision == "medium")
+
+
+LEVEL = "logging.getLogger().getEffectiveLevel()"
+
+
+NUMBA = "logging.getLogger('numba.core.ssa').getEffectiveLevel()"
+
+
+@pytest.mark.parametrize(
+    "program, level",
+    [
+        (f"import fairseq_cli.interactive, talk_fairseq, logging; print({LEVEL})", "20"),
+        (f"import talk_fairseq, logging; print({LEVEL})", "30"),
+        (
+            f"import logging; logging.basicConfig(level=40); import talk_fairseq; print({LEVEL})",
+            "40",
+        ),
+        (f"import logging, fairseq, talk_fairseq; print({NUMBA})", "30"),
+    ],
+    ids=["a command", "a program", "a program with a level", "fairseq first"],
+)
+def test_the_log_has_the_level_of_the_program(program, level):
+    """A module of fairseq sets DEBUG, with which Numba fills pages when it compiles a kernel."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == level, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_two_processes_resume_one(data, trained, tmp_path):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    entry = tmp_path / "train.py"
+    entry.write_text("from fairseq_cli.train import cli_main\n\ncli_main()\n")
+    restore = f"--restore-file={trained / 'checkpoint_last.pt'}"
+    flags = [*TRANSLATION, *BLEU, "--max-epoch=3", restore, f"--save-dir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(entry), str(data), *flags, "--user-dir", str(PLUGIN)],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=quiet_environment(),
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "training on 2 devices" in done.stdout and "Loaded checkpoint" in done.stdout
+    assert (tmp_path / "checkpoint3.pt").exists()

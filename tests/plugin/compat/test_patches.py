@@ -1,0 +1,134 @@
+"""What needs no patch, what the patches must not change, and how they are applied."""
+
+import argparse
+import io
+import json
+import pickle
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fairseq")
+
+import numpy as np
+import torch
+from fairseq import checkpoint_utils, search, utils
+from fairseq.data import (
+    MonolingualDataset,
+    data_utils,
+)
+from fairseq.modules import SinusoidalPositionalEmbedding
+from fairseq.ngram_repeat_block import NGramRepeatBlock
+from fairseq.tasks.language_modeling import LanguageModelingTask
+from probing import (
+    Anything,
+    dictionary,
+    tiny_transformer,
+)
+
+from talk_fairseq import checkpoint_files, compat
+from talk_fairseq.compat import patching, text
+
+
+def test_a_row_with_one_word_left_keeps_it():
+    """A prompt or a prefix may repeat an n-gram; the same where TorchScript compiles it."""
+    blocker = NGramRepeatBlock(2)
+    tokens = torch.tensor([[2, 5, 6, 5], [2, 5, 6, 5], [2, 7, 8, 9]])
+    given = torch.arange(30.0).view(3, 10)
+    given[1, [*range(6), *range(7, 10)]] = -torch.inf  # the prompt goes on with 6
+    expected = given.clone()
+    expected[0, 6] = -torch.inf
+    for block in (blocker, torch.jit.script(blocker)):
+        for dtype in (torch.float32, torch.float16):
+            lprobs = given.to(dtype)
+            assert torch.equal(block(tokens, lprobs, 3, 1, 3), expected.to(dtype))
+            assert torch.equal(lprobs, expected.to(dtype))  # in place, as in fairseq
+
+
+def test_weights_of_old_sinusoidal_embeddings_load():
+    model = tiny_transformer()
+    assert isinstance(model.encoder.embed_positions, SinusoidalPositionalEmbedding)
+    state = model.state_dict()
+    for side in ("encoder", "decoder"):
+        state[f"{side}.embed_positions._float_tensor"] = torch.zeros(1)
+        state[f"{side}.embed_positions.weights"] = torch.zeros(7, 8)
+        state[f"{side}.version"] = torch.tensor([3.0])
+    tiny_transformer().load_state_dict(state, strict=True)
+
+
+def test_files_are_not_unpickled_fully(tmp_path):
+    path = tmp_path / "other.pt"
+    torch.save({"model": {}, "args": Anything()}, path)
+    with pytest.raises(ValueError, match=rf"in {path}, got the unsafe type \S+\.Anything"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(path))
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(path)
+    with pytest.raises(FileNotFoundError):
+        checkpoint_files.read_checkpoint(tmp_path / "absent.pt")
+
+
+def test_full_batches_are_as_in_fairseq():
+    options_of_batches = {"max_tokens": 150, "required_batch_size_multiple": 8}
+    original = data_utils.batch_by_size.__wrapped__
+    sizes = np.full(64, 10)
+    arguments = (np.arange(64), None, sizes)
+    patched = data_utils.batch_by_size(*arguments, **options_of_batches)
+    for got, wanted in zip(patched, original(*arguments, **options_of_batches), strict=True):
+        assert got.tolist() == wanted.tolist()
+
+
+def test_a_loader_without_a_maximum_has_every_block():
+    """As fairseq's own scripts call it: the default of ``max_positions`` is None."""
+    words = dictionary()
+    lines = [torch.tensor([5] * length) for length in (9, 2)]
+    data = MonolingualDataset(
+        [(line, line, line) for line in lines], [9, 2], words, targets=["future"]
+    )
+    task = LanguageModelingTask(argparse.Namespace(), words)
+    batches = task.eval_lm_dataloader(data, batch_size=8, num_workers=0)
+    assert sum(batch["nsentences"] for batch in batches) == 2
+
+
+def test_standard_input_may_be_text(monkeypatch):
+    """As a program or a test puts an ``io.StringIO`` in its place."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a b\n c\rd \n\u00e9"))
+    assert list(text.read_lines_of_input(None, "-", 2)) == [["a b", "c\rd"], ["\u00e9"]]
+
+
+def test_numpy_and_torch_themselves_are_untouched():
+    assert "int" not in vars(np) and "float" not in vars(np)
+    assert torch.load.__module__ == "torch.serialization"
+    assert data_utils.np.ndarray is np.ndarray
+
+
+def test_importing_twice_changes_nothing():
+    step, load = search.DiverseBeamSearch.step, checkpoint_utils.torch
+    for module in set(patching.APPLIED.values()):
+        source = Path(sys.modules[module].__file__)
+        again = type(sys)(module)
+        exec(compile(source.read_text(), source, "exec"), again.__dict__)
+    assert search.DiverseBeamSearch.step is step and checkpoint_utils.torch is load
+
+
+def test_the_table_lists_every_patch():
+    _, _, rows, _ = re.split("^=+$", compat.__doc__, flags=re.MULTILINE)
+    listed, file = {}, None
+    for line in rows.strip().splitlines():
+        row = re.fullmatch(r"    (\w+) +(\S.*)", line)
+        if row:
+            listed[row[1]] = file
+        else:
+            file = (Path(compat.__file__).parent / line).resolve()
+    applied = {
+        name: Path(sys.modules[module].__file__) for name, module in patching.APPLIED.items()
+    }
+    assert listed == applied
+
+
+def test_a_fairseq_of_another_shape_is_refused():
+    with pytest.raises(AttributeError, match="expected fairseq.utils.no_such_name in fairseq"):
+        patching.patches(utils, "no_such_name")(lambda original: None)
+    with pytest.raises(AttributeError, match="expected json.np in fairseq, got none"):
+        patching.overlay(json, np)
