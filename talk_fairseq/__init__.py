@@ -50,6 +50,7 @@ def _register_with_fairseq():
         from talk_fairseq import compat  # noqa: F401
         from talk_fairseq.criterions import simcut  # noqa: F401
         from talk_fairseq.models import talkconv, talkconv_lm  # noqa: F401
+        from talk_fairseq.optim import fused_adam  # noqa: F401
         from talk_fairseq.tasks import talk_summarization  # noqa: F401
     finally:
         root.handlers[:] = handlers

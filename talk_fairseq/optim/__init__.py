@@ -1,0 +1,1 @@
+"""The optimizer of the plugin."""

@@ -1,0 +1,124 @@
+"""``--optimizer fused_adam``: fairseq's Adam, computed by one of PyTorch's fused kernels.
+
+fairseq's own ``adam`` makes some ten passes over each parameter in Python, unless apex is
+installed. This one reads and writes each number once, on CPUs and GPUs.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from fairseq.optim import FairseqOptimizer, adam, register_optimizer
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam with decoupled weight decay, as ``fairseq.optim.adam.Adam`` computes it.
+
+    For a gradient g, at the update with the number n of a parameter p::
+
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g * g
+        p = p - lr * weight_decay * p
+              - lr * sqrt(1 - beta2**n) / (1 - beta1**n) * m / (sqrt(v) + eps)
+
+    Results differ from fairseq's by rounding alone. The state has fairseq's names and types, so
+    that either optimizer goes on from a checkpoint of the other. Parameters in float16 or bfloat16
+    have states in float32, and are rounded once an update.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as of ``torch.optim.AdamW``.
+
+    Raises:
+        RuntimeError: a gradient is sparse.
+    """
+
+    supports_memory_efficient_fp16 = True
+    supports_flat_params = True
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps,
+                                  "weight_decay": weight_decay})  # fmt: skip
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Update all parameters that have a gradient; return what `closure` returns, or None."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            changed = [p for p in group["params"] if p.grad is not None]
+            for p in changed:
+                self._count(p)
+
+            # One call for all parameters that have the same number of updates: nearly always all.
+            def key(p):
+                return self.state[p]["step"], str(p.device)
+
+            for (step, _), same in itertools.groupby(sorted(changed, key=key), key=key):
+                self._update(list(same), step, group)
+        return loss
+
+    def _count(self, p):
+        """Count one more update of `p`, with a state in float32 (or float64)."""
+        if p.grad.is_sparse:
+            raise RuntimeError("gradients: expected dense ones, got a sparse one")
+        state = self.state[p]
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(p, dtype=dtype)
+            state["exp_avg_sq"] = torch.zeros_like(p, dtype=dtype)
+        for name in ("exp_avg", "exp_avg_sq"):  # as fairseq loads them, they may be of p's dtype
+            state[name] = state[name].to(p.device, dtype)
+        state["step"] = int(state["step"]) + 1
+
+    def _update(self, params, step, group):
+        states = [self.state[p] for p in params]
+        means = [state["exp_avg"] for state in states]
+        wide = [p.to(mean.dtype) for p, mean in zip(params, means)]
+        beta1, beta2 = group["betas"]
+        number = torch.tensor(float(step), device=params[0].device)
+        torch._fused_adamw_(
+            wide,
+            [p.grad.to(mean.dtype) for p, mean in zip(params, means)],
+            means,
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [number] * len(params),
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            # PyTorch adds eps to the corrected root, fairseq to the root as it is.
+            eps=group["eps"] / math.sqrt(1 - beta2**step),
+            amsgrad=False,
+            maximize=False,
+        )
+        for p, rounded in zip(params, wide):
+            if rounded is not p:
+                p.copy_(rounded)
+
+
+@dataclass
+class FusedAdamConfig(adam.FairseqAdamConfig):
+    """The options of ``adam``: ``--adam-betas``, ``--adam-eps`` and ``--weight-decay``."""
+
+
+@register_optimizer("fused_adam", dataclass=FusedAdamConfig)
+class FairseqAdam(adam.FairseqAdam):
+    """:class:`FusedAdam` with fairseq's options.
+
+    It has the name of fairseq's class, since fairseq goes on from a checkpoint only where the
+    optimizer has the name that the checkpoint holds.
+
+    Raises:
+        ValueError: for ``--fp16-adam-stats``, which needs apex.
+    """
+
+    def __init__(self, cfg, params):
+        FairseqOptimizer.__init__(self, cfg)
+        if cfg.fp16_adam_stats:
+            raise ValueError("fp16_adam_stats: expected false with fused_adam, got true")
+        self._optimizer = FusedAdam(params, **self.optimizer_config)

@@ -1,0 +1,110 @@
+"""fused_adam: fairseq's Adam to rounding, its options, and its checkpoints."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("fairseq")
+from fairseq.optim.adam import Adam
+from torch import nn
+
+from conftest import SMALL, fairseq
+from talk_fairseq.checkpoint_files import read_checkpoint
+from talk_fairseq.optim.fused_adam import FusedAdam
+
+OPTIONS = {"lr": 0.01, "betas": (0.9, 0.98), "weight_decay": 0.1}
+
+
+def parameters(dtype):
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((5, 7), (11,), (3, 2, 4))
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def train(optimizer, params, updates, seed=0):
+    """Steps with gradients of all sizes; the last parameter has one in every other step alone."""
+    generator = torch.Generator().manual_seed(seed)
+    for update in range(updates):
+        for number, p in enumerate(params):
+            grad = torch.randn(p.shape, generator=generator) * 10.0 ** -(4 * number)
+            p.grad = None if number == 2 and update % 2 else grad.to(p.dtype)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-3])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 0)]
+)
+def test_it_is_fairseqs_adam(dtype, tolerance, eps):
+    ours, theirs = parameters(dtype), parameters(dtype)
+    optimizers = [cls(p, eps=eps, **OPTIONS) for cls, p in ((FusedAdam, ours), (Adam, theirs))]
+    for optimizer, params in zip(optimizers, (ours, theirs)):
+        train(optimizer, params, 40)
+    for mine, other in zip(ours, theirs):
+        if tolerance:
+            torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
+        else:  # of the same float32 numbers, which round alike but for a few
+            assert (mine == other).float().mean() > 0.9
+        for name in ("exp_avg", "exp_avg_sq"):
+            a, b = (o.state[p][name] for o, p in zip(optimizers, (mine, other)))
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b)
+        assert optimizers[0].state[mine]["step"] == optimizers[1].state[other]["step"]
+
+
+@pytest.mark.parametrize("first, second", [(Adam, FusedAdam), (FusedAdam, Adam)])
+def test_either_goes_on_from_the_other(first, second):
+    whole, halves = parameters(torch.float32), parameters(torch.float32)
+    train(Adam(whole, **OPTIONS), whole, 10)
+    optimizer = first(halves, **OPTIONS)
+    train(optimizer, halves, 10)
+    following = second(halves, **OPTIONS)
+    following.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    reference = Adam(whole, **OPTIONS)
+    reference.load_state_dict(copy.deepcopy(following.state_dict()))
+    train(reference, whole, 10, seed=1)
+    train(following, halves, 10, seed=1)
+    for mine, other in zip(halves, whole):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_closure_and_a_sparse_gradient():
+    (p, *_) = parameters(torch.float32)
+    optimizer = FusedAdam([p])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) > optimizer.step(closure)
+    p.grad = p.detach().to_sparse()
+    with pytest.raises(RuntimeError, match="expected dense ones"):
+        optimizer.step()
+
+
+@pytest.mark.slow
+def test_fairseq_trains_and_resumes_with_it(corpus, tmp_path):
+    """Also from a checkpoint of adam, in the same place of the schedule."""
+
+    def run(name, optimizer, updates, *more):
+        fairseq(
+            "train", corpus, *SMALL, "--optimizer", optimizer, "--adam-betas", "(0.9, 0.98)",
+            "--lr", 0.01, "--weight-decay", 0.01, "--max-tokens", 2000, "--max-update", updates,
+            "--save-dir", tmp_path / name, "--log-format", "none", "--clip-norm", 1,
+            "--save-interval-updates", 4, *more,
+        )  # fmt: skip
+        return read_checkpoint(tmp_path / name / "checkpoint_last.pt")
+
+    def difference(a, b):
+        pairs = [(a["model"][k], b["model"][k]) for k in a["model"] if "version" not in k]
+        return max(float((x - y).abs().max()) for x, y in pairs)
+
+    theirs = run("theirs", "adam", 8)
+    assert difference(theirs, run("ours", "fused_adam", 8)) < 1e-3
+    run("both", "adam", 4)
+    resumed = run("both", "fused_adam", 8)
+    assert resumed["optimizer_history"][-1]["num_updates"] == 8
+    assert difference(theirs, resumed) < 1e-3
