@@ -1,6 +1,5 @@
 import functools
 import gzip
-import importlib
 import os
 import re
 import shutil
@@ -18,13 +17,6 @@ from talk_fairseq.ops import cpu_backend
 LONG = False  # whether `--long` is given; also in a process of pytest-xdist
 # Most models here are too small for threads; test_operator.py uses two.
 torch.set_num_threads(1)
-
-
-def load_script(name):
-    """``scripts/NAME.py`` as a module."""
-    if str(ROOT / "scripts") not in sys.path:
-        sys.path.insert(0, str(ROOT / "scripts"))
-    return importlib.import_module(name)
 
 
 def write_dictionaries(folder, words):
