@@ -1,7 +1,7 @@
-"""ROUGE by Google's rouge-score, for validation in training and for scripts/score_rouge.py.
+"""ROUGE by Google's rouge-score, for validation in training and for scripts/evaluate_rouge.sh.
 
-It reproduces ROUGE-1.5.5, the Perl program of the papers, but for small differences in how text is
-cut into words: here lower-cased runs of a-z and 0-9. Text in another script scores 0.
+It reproduces ROUGE-1.5.5, the Perl program of the papers, except for small differences in how text
+is cut into words: here lower-cased runs of a-z and 0-9. Text in another script scores 0.
 """
 
 import importlib.metadata
@@ -15,9 +15,9 @@ def rouge_sums(hypotheses, references, sentence_separator=None, stemming=True):
 
     Args:
         hypotheses, references: lists of as many summaries. In rouge_lsum, the longest common
-            subsequence is taken by sentences, which newlines part; the other kinds take a summary
-            as one sequence of words.
-        sentence_separator: text that parts sentences beside the newline (default: none does).
+            subsequence is taken by sentences, which newlines separate; the other kinds take a
+            summary as one sequence of words.
+        sentence_separator: text that separates sentences besides the newline (default: none).
         stemming: compare the stems of words (Porter), as ``-m`` of ROUGE-1.5.5 does.
 
     Returns:

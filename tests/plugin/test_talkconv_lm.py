@@ -418,7 +418,7 @@ MEMORY = r"""
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_of_a_training_step_is_linear_in_its_length():
-    """What the process needs at its peak beside what it has anyhow, whoever allocates it."""
+    """What the process needs at its peak beside what it has anyway, whoever allocates it."""
     path = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(MEMORY)],
