@@ -20,6 +20,11 @@ def _check_probability(name, p):
         raise ValueError(f"{name}: expected 0 <= p < 1, got {p}")
 
 
+def _check_channels(name, x, channels):
+    if x.dim() != 3 or x.shape[2] != channels:
+        raise ValueError(f"{name}: expected shape (T, B, {channels}), got {tuple(x.shape)}")
+
+
 class _RetainsDropout(nn.Module):
     """A module whose dropout stays on in generation where ``--retain-dropout`` says so."""
 
@@ -104,7 +109,11 @@ class TaLKConv(_RetainsDropout):
         )
 
     def predict_offsets(self, x):
-        """``(offset_left, offset_right)``, each (T, B, H); the second is None when causal."""
+        """Return ``(offset_left, offset_right)`` for `x` (T, B, C), each (T, B, H).
+
+        The second is None when causal. ValueError for an `x` of another shape.
+        """
+        _check_channels("x", x, self.channels)
         logits = self.offsets(x)
         offsets = torch.sigmoid(logits if logits.dtype == torch.float64 else logits.float())
         if self.dropout_active():
@@ -233,7 +242,7 @@ class TaLKConvUnit(_RetainsDropout):
         super().__init__()
         _check_probability("input_dropout", input_dropout)
         conv_channels = channels if conv_channels is None else conv_channels
-        self.glu, self.input_dropout = glu, input_dropout
+        self.channels, self.glu, self.input_dropout = channels, glu, input_dropout
         self.linear1 = nn.Linear(channels, 2 * conv_channels if glu else conv_channels)
         self.short = (
             ShortConv(conv_channels, short_kernel, max_right == 0) if short_kernel else None
@@ -262,8 +271,10 @@ class TaLKConvUnit(_RetainsDropout):
     ):
         """query (T, B, C), key_padding_mask (B, T) -> ``(out (T, B, C), None)``.
 
-        `key` and `value` are taken to be `query`; there are no weights to return.
+        `key` and `value` are taken to be `query`; there are no weights to return. ValueError for a
+        `query` of another shape, or an `attn_mask`.
         """
+        _check_channels("query", query, self.channels)
         if attn_mask is not None:
             raise ValueError(f"attn_mask: expected None, got {tuple(attn_mask.shape)}")
         x = F.dropout(query, self.input_dropout) if self.dropout_active() else query
