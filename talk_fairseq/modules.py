@@ -20,6 +20,11 @@ def _check_probability(name, p):
         raise ValueError(f"{name}: expected 0 <= p < 1, got {p}")
 
 
+def _check_channels(name, x, channels):
+    if x.dim() != 3 or x.shape[2] != channels:
+        raise ValueError(f"{name}: expected shape (T, B, {channels}), got {tuple(x.shape)}")
+
+
 class _RetainsDropout(nn.Module):
     """A module whose dropout stays on in generation where ``--retain-dropout`` says so."""
 
@@ -28,7 +33,10 @@ class _RetainsDropout(nn.Module):
     def make_generation_fast_(
         self, name="", retain_dropout=False, retain_dropout_modules=None, **kwargs
     ):
-        """What fairseq calls before it generates; modules are names of classes, None for all."""
+        """Take the options of generation from fairseq.
+
+        `retain_dropout_modules` are names of classes, or None for all.
+        """
         self.retain_dropout = retain_dropout and (
             retain_dropout_modules is None or type(self).__name__ in retain_dropout_modules
         )
@@ -39,7 +47,7 @@ class _RetainsDropout(nn.Module):
 
 
 def _spread_biases(heads, sides):
-    """Biases from -4 to 2, whose sigmoids are 0.02 to 0.88: on two sides pairs of them."""
+    """Return biases from -4 to 2, whose sigmoids are 0.02 to 0.88; pairs of them for two sides."""
     if heads == 1:
         return torch.zeros(sides)
     if sides == 1:
@@ -50,10 +58,10 @@ def _spread_biases(heads, sides):
 
 
 class TaLKConv(_RetainsDropout):
-    """Predicts at each time step how far each head looks, and sums over that window.
+    """Predict at each time step how far each head looks, and sum over that window.
 
     Offsets are ``dropout(sigmoid(Linear(x)))`` (section 3.1 of the paper), always in float32 or
-    better: a half has too few digits for a position.
+    float64: float16 and bfloat16 have too few digits for a position.
 
     Args:
         channels: C.
@@ -62,8 +70,8 @@ class TaLKConv(_RetainsDropout):
         max_right: likewise to the right; 0 makes the module causal, with no right offset.
         offset_dropout: probability of dropping an offset, which shrinks that side to nothing.
         normalize: divide by the largest window (section 3.2); off in the paper's ablation only.
-        spread: let heads begin with windows of all lengths, by the biases of the offsets, rather
-            than all with half of the largest. Not in the paper.
+        spread: begin with windows of all lengths, by the biases of the offsets; without it, each
+            head begins with about half of the largest window. Not in the paper.
 
     Raises:
         ValueError: H does not divide C, a window is negative, or a probability outside [0, 1).
@@ -104,7 +112,11 @@ class TaLKConv(_RetainsDropout):
         )
 
     def predict_offsets(self, x):
-        """``(offset_left, offset_right)``, each (T, B, H); the second is None when causal."""
+        """Return ``(offset_left, offset_right)`` for `x` (T, B, C), each (T, B, H).
+
+        The second is None when causal. ValueError for an `x` of another shape.
+        """
+        _check_channels("x", x, self.channels)
         logits = self.offsets(x)
         offsets = torch.sigmoid(logits if logits.dtype == torch.float64 else logits.float())
         if self.dropout_active():
@@ -143,9 +155,9 @@ class TaLKConv(_RetainsDropout):
 class ShortConv(nn.Module):
     """A depthwise convolution over K neighbouring tokens, which begins close to the identity.
 
-    A window weighs its tokens alike, whatever their order; this tells neighbours apart. Not in the
-    paper. ``out[t] = sum(weight[k] * x[t - left + k] for k in range(K))``, with zeros beyond the
-    ends; ``left`` is ``K - 1`` for a causal one, else ``K // 2``.
+    A window gives its tokens equal weight, whatever their order; this tells neighbours apart. Not
+    in the paper. ``out[t] = sum(weight[k] * x[t - left + k] for k in range(K))``, with zeros beyond
+    the ends; ``left`` is ``K - 1`` for a causal one, else ``K // 2``.
 
     Args:
         channels: C.
@@ -185,7 +197,7 @@ class ShortConv(nn.Module):
             raise ValueError(f"step: expected a causal module, got {self.right} taps to the right")
         K = len(self.weight)
         recent, slot = state or (x.new_zeros(K, *x.shape[1:]), 0)
-        # Tap k is for slot (slot + 1 + k) % K: a turn of the weights, out of two after another.
+        # Tap k is for slot (slot + 1 + k) % K: a rotation of the weights, cut out of two copies.
         weight = self.weight.float() if recent.dtype.itemsize == 2 else self.weight
         turns = torch.cat([weight, weight]).unsqueeze(1)
         outs = []
@@ -203,8 +215,7 @@ class TaLKConvUnit(_RetainsDropout):
     """The sub-block of figure 2 of the paper, called as fairseq calls a self-attention.
 
     ``Linear(C, 2C) -> GLU -> zero the padding -> TaLKConv -> Linear(C, C)``; without GLU the
-    first is ``Linear(C, C)``. Decoders keep their TaLKConvState in
-    `incremental_state`.
+    first is ``Linear(C, C)``. Decoders keep their TaLKConvState in `incremental_state`.
 
     Args:
         channels, heads, max_left, max_right, offset_dropout, normalize, spread: as
@@ -233,7 +244,7 @@ class TaLKConvUnit(_RetainsDropout):
         super().__init__()
         _check_probability("input_dropout", input_dropout)
         conv_channels = channels if conv_channels is None else conv_channels
-        self.glu, self.input_dropout = glu, input_dropout
+        self.channels, self.glu, self.input_dropout = channels, glu, input_dropout
         self.linear1 = nn.Linear(channels, 2 * conv_channels if glu else conv_channels)
         self.short = (
             ShortConv(conv_channels, short_kernel, max_right == 0) if short_kernel else None
@@ -247,7 +258,7 @@ class TaLKConvUnit(_RetainsDropout):
             nn.init.zeros_(linear.bias)
         # fairseq's decoder layers read these of their attention.
         self.num_heads, self.head_dim = heads, channels // heads
-        # As fairseq's modules, a copy of the unit finds the states that the unit has left.
+        # A copy of the unit has the same key, so it finds the states of the unit, as in fairseq.
         self._key = f"{uuid.uuid4()}.TaLKConvUnit"
 
     def forward(
@@ -262,8 +273,10 @@ class TaLKConvUnit(_RetainsDropout):
     ):
         """query (T, B, C), key_padding_mask (B, T) -> ``(out (T, B, C), None)``.
 
-        `key` and `value` are taken to be `query`; there are no weights to return.
+        `key` and `value` are taken to be `query`; there are no weights to return. ValueError for a
+        `query` of another shape, or an `attn_mask`.
         """
+        _check_channels("query", query, self.channels)
         if attn_mask is not None:
             raise ValueError(f"attn_mask: expected None, got {tuple(attn_mask.shape)}")
         x = F.dropout(query, self.input_dropout) if self.dropout_active() else query
@@ -276,7 +289,7 @@ class TaLKConvUnit(_RetainsDropout):
         if incremental_state is None:
             if self.short is not None:
                 x = self.short(x)
-                if padding is not None:  # which has neighbours
+                if padding is not None:  # its neighbours have been summed into it
                     x = x.masked_fill(padding, 0)
             x = self.conv(x)
         else:

@@ -1,11 +1,10 @@
-"""The TaLK operator on the CPU: Numba kernels that read x once and write the output once. Below
-them those of the short convolution that may stand before it.
+"""The CPU backend of the TaLK operator, and of the short convolution that may stand before it.
 
-Halves are converted to float32 around the kernel and rounded once, at the end. Numba is imported at
-the first call.
+Its Numba kernels read x once and write the output once. float16 and bfloat16 are converted to
+float32 before a kernel, and rounded once after it. Numba is imported at the first call.
 
-The work is split over Python threads (the kernels release the GIL) rather than Numba's own,
-whose fallback layers abort under concurrent calls or after a fork.
+The work is split over Python threads, as the kernels release the GIL. Numba's own fallback layers
+for threads abort under concurrent calls or after a fork.
 """
 
 import ctypes
@@ -18,25 +17,27 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-# Bytes from which fresh memory asks for huge pages.
+# A result of at least so many bytes is put on huge pages.
 _LARGE = 4 << 20
-# Elements below which starting threads costs more than it saves.
+# For fewer elements, starting threads costs more than it saves.
 _SERIAL = 1 << 15
-# Likewise of steps of decoding, which take a nanosecond for each.
+# The same for steps of decoding, where an element takes about a nanosecond.
 _SERIAL_STEPS = 1 << 17
-# Time steps of one task, unless windows are large.
+# A task has so many time steps, unless windows are large.
 _CHUNK = 1024
-# Channels of one task: wide enough for the memory's pages, small enough for the ring to stay in L2.
+# A task has so many channels: enough to use whole memory pages, few enough for the ring to fit L2.
 _SLAB = 256
-# The fewest channels of a task of a short convolution: a cache line.
+# A task of a short convolution has at least so many channels, which fill a cache line.
 _NARROW = 16
-_empty = np.empty  # the tests fill it with NaN
+# The tests replace this by a function that fills the memory with NaN.
+_empty = np.empty
+# Kernels take this where every sequence is in its own column.
 _NO_ORIGIN = np.empty((0, 0), np.int32)
 
 
 @functools.cache
 def _kernels():
-    """The module of the compiled kernels."""
+    """Return the module of the compiled kernels."""
     try:
         from talk_fairseq.ops import cpu_kernels
     except ImportError as error:
@@ -48,7 +49,7 @@ def _kernels():
 
 
 def forward(x, offset_left, offset_right, max_left, max_right):
-    """The output (T, B, C) in x's dtype, for contiguous, validated arguments on the CPU."""
+    """Return the output (T, B, C) in x's dtype, for contiguous, validated arguments on the CPU."""
     H = offset_left.shape[2]
     reaches = _reaches(offset_left, offset_right, max_left, max_right, x.shape[0])
     rows = _arithmetic(x)
@@ -65,7 +66,7 @@ def forward(x, offset_left, offset_right, max_left, max_right):
 
 
 def backward(dout, x, offset_left, offset_right, max_left, max_right):
-    """The gradients ``(dx, d_offset_left, d_offset_right)``, each in its argument's dtype.
+    """Return the gradients ``(dx, d_offset_left, d_offset_right)``, each in its argument's dtype.
 
     ``d_offset_right`` is None where ``offset_right`` is.
     """
@@ -97,7 +98,7 @@ def backward(dout, x, offset_left, offset_right, max_left, max_right):
 
 
 def update(x, offset_left, sums, origin, steps, max_left):
-    """The next outputs (S, B, C) of a causal sequence, after `steps` others.
+    """Return the next outputs (S, B, C) of a causal sequence, after `steps` others.
 
     `sums` and `origin` are those of a TaLKConvState; the new steps are written into them.
     """
@@ -123,7 +124,7 @@ def update(x, offset_left, sums, origin, steps, max_left):
 
 
 def short_forward(x, weight, left):
-    """The output of a short convolution, in the dtype of `x` and `weight`."""
+    """Return the output of a short convolution, in the dtype of `x` and `weight`."""
     rows = _arithmetic(x)
     out = _fresh_like(rows)
     _over_channels(_kernels().short_forward, rows, _arithmetic(weight), left, out)
@@ -131,7 +132,7 @@ def short_forward(x, weight, left):
 
 
 def short_backward(dout, x, weight, left):
-    """Its gradients ``(dx, d_weight)``."""
+    """Return the gradients ``(dx, d_weight)`` of a short convolution."""
     rows, taps = _arithmetic(x), _arithmetic(weight)
     dx, d_weight = _fresh_like(rows), torch.empty_like(taps)
     _over_channels(_kernels().short_backward, rows, taps, left, _arithmetic(dout), dx, d_weight)
@@ -139,8 +140,9 @@ def short_backward(dout, x, weight, left):
 
 
 def _over_channels(kernel, x, weight, left, *others):
-    """Call `kernel` on groups of channels, over torch's CPU threads: what is summed over time and
-    batch does not depend on how many there are.
+    """Call `kernel` on groups of channels, over torch's CPU threads.
+
+    Sums over time and batch do not depend on the number of threads.
     """
     C = x.shape[2]
     threads = torch.get_num_threads() if x.numel() >= _SERIAL else 1
@@ -151,7 +153,10 @@ def _over_channels(kernel, x, weight, left, *others):
 
 
 def _fresh_like(tensor):
-    """Memory for a result. Linux takes longer to map it in small pages than a kernel to fill it."""
+    """Allocate memory for a result, on huge pages where it is large.
+
+    Linux takes longer to map small pages than a kernel takes to fill them.
+    """
     fresh = torch.empty_like(tensor)
     if fresh.nbytes >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
         begin = -(-fresh.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -166,23 +171,23 @@ def _libc():
 
 
 def _arithmetic(tensor):
-    """`tensor` in the type that the kernels compute with; halves are storage only."""
+    """Return `tensor` in the dtype that kernels compute with: float32 for float16 and bfloat16."""
     return tensor.float() if tensor.dtype.itemsize == 2 else tensor
 
 
 def _heads(tensor, H):
-    """A NumPy view (T, B, H, R)."""
+    """Return a NumPy view (T, B, H, R)."""
     T, B, C = tensor.shape
     return _array(tensor).reshape(T, B, H, C // H)
 
 
 def _array(tensor):
-    """A NumPy view."""
+    """Return a NumPy view."""
     return (tensor.detach() if tensor.requires_grad else tensor).numpy()
 
 
 def _reaches(offset_left, offset_right, max_left, max_right, T):
-    """Window ends in tokens, (T, B, H) in float64, and the longest of each side in whole rows."""
+    """Return each side's reaches in tokens, (T, B, H) in float64, and the longest in whole rows."""
 
     def side(offset, maximum):
         if offset is None:
@@ -198,13 +203,18 @@ def _reaches(offset_left, offset_right, max_left, max_right, T):
 
 @functools.lru_cache(maxsize=1)
 def _pool(process, threads):
-    """Threads do not survive a fork: `process` keeps a child from using its parent's pool."""
+    """Return the pool of threads of one process.
+
+    Threads do not survive a fork: `process` keeps a child from using its parent's pool.
+    """
     return ThreadPoolExecutor(threads, thread_name_prefix="talk_conv")
 
 
 def _chunk(T, max_left, max_right):
-    """Rows of a task. It follows from the call's sizes but for B, so that a sentence's bits do not
-    depend on its batch; each chunk reads the rows that its windows reach once more.
+    """Return the time steps of a task.
+
+    They follow from the call's sizes other than B, so that a sentence's bits do not depend on its
+    batch. Each chunk also reads the rows beyond it that its windows reach.
     """
     return min(T, max(_CHUNK, 4 * (max_left + max_right + 1)))
 

@@ -1,15 +1,15 @@
 """The CPU backend's kernels, which Numba compiles. Imported at the first call, as Numba is.
 
-Those of the operator walk along time with a ring of float64 rows just long enough for the longest
-window in the call, so their work does not depend on the window, and float64 sums need no restarts.
+The operator's kernels walk along time with a ring of float64 rows, just long enough for the longest
+window in the call. So their work does not depend on the windows, and their sums need no restarts.
 """
 
 import numpy as np
 from numba import njit
 
-# Rows whose gradients of a short convolution's weights are summed in float32, the sums of those in
-# float64.
-_ROWS = 64
+# The gradient of a short convolution's weights is summed in float32 over so many rows, and these
+# sums are added in float64.
+_SHORT_SUM_ROWS = 64
 
 
 def _jit(function):
@@ -255,13 +255,13 @@ def short_backward(x, weight, dout, dx, d_weight, left, lo, hi):
         for t in range(T):
             row, target = x[t, b, lo:hi], dx[t, b, lo:hi]
             target[:] = 0.0
-            # Of the outputs that read row t: out[t + left - k], by tap k.
+            # Tap k reads row t for out[t + left - k].
             for k in range(max(t + left - T + 1, 0), min(K, t + left + 1)):
                 g, taps, sum_k = dout[t + left - k, b, lo:hi], weight[k, lo:hi], sums[k]
                 for c in range(hi - lo):
                     target[c] += taps[c] * g[c]
                     sum_k[c] += row[c] * g[c]
-            if t % _ROWS == _ROWS - 1 or t == T - 1:
+            if t % _SHORT_SUM_ROWS == _SHORT_SUM_ROWS - 1 or t == T - 1:
                 for k in range(K):
                     for c in range(hi - lo):
                         total[k, c] += sums[k, c]
@@ -271,9 +271,9 @@ def short_backward(x, weight, dout, dx, d_weight, left, lo, hi):
 
 @_jit
 def _split(u, rows):
-    """A reach of `u` tokens as whole rows and the fraction of the next, of the `rows` there are.
+    """Split a reach of `u` tokens into whole rows, at most `rows`, and a fraction of the next row.
 
-    A negative or NaN one is no row and a fraction of NaN.
+    A negative or NaN reach gives no whole row and a fraction of NaN.
     """
     if u >= rows:
         return rows, 0.0
@@ -298,7 +298,7 @@ def _dot(a, b):
 
 @_jit
 def _add(ring, row, end, lo, values, weight):
-    """ring[row] += weight * values, where the row lies before `end`."""
+    """Add weight * values to ring[row], where the row lies before `end`."""
     if row < end:
         target = ring[row & (ring.shape[0] - 1), lo : lo + values.shape[0]]
         for r in range(values.shape[0]):

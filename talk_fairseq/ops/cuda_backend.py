@@ -3,7 +3,8 @@
 The kernels are compiled for a device and a dtype at their first launch, and cached on disk by
 CuPy; importing this module compiles nothing and needs neither a GPU nor CuPy. CuPy compiles with
 ``-ftz=true``: numbers below float32's smallest normal one, 1.2e-38, count as 0 in what is computed
-in float32, and are written as 0; so are sums of bfloat16 below 7.7e-34, held at 2^-16 of them.
+in float32, and are written as 0; so are sums of bfloat16 below
+7.7e-34, which are kept as 2^-16 of their value.
 """
 
 import ctypes
@@ -44,11 +45,11 @@ if cupy is not None:
 
 
 def forward(x, offset_left, offset_right, max_left, max_right):
-    """The operator's output. All tensors are contiguous and on one CUDA device.
+    """Return the operator's output. All tensors are contiguous and on one CUDA device.
 
     Args:
         x: (T, B, C), none of them 0, in float64, float32, float16 or bfloat16.
-        offset_left: (T, B, H), in x's dtype, or in float32 beside a half `x`.
+        offset_left: (T, B, H), in x's dtype, or in float32 beside a float16 or bfloat16 `x`.
         offset_right: likewise, or None in the causal form.
         max_left: int >= 0.
         max_right: int >= 0.
@@ -63,7 +64,7 @@ def forward(x, offset_left, offset_right, max_left, max_right):
 
 
 def backward(dout, x, offset_left, offset_right, max_left, max_right):
-    """The gradients ``(dx, d_offset_left, d_offset_right)``, the last None in the causal form.
+    """Return the gradients ``(dx, d_offset_left, d_offset_right)``; the last is None when causal.
 
     Args:
         dout: (T, B, C), the gradient of the output, in x's dtype and contiguous.
@@ -79,7 +80,7 @@ def backward(dout, x, offset_left, offset_right, max_left, max_right):
 
 
 def update(x, offset_left, sums, origin, steps, max_left):
-    """The next outputs (S, B, C) of a causal sequence, after `steps` others, in one launch.
+    """Return the next outputs (S, B, C) of a causal sequence, after `steps` others, in one launch.
 
     `sums` and `origin` are those of a TaLKConvState; the new steps are written into them.
 
@@ -90,7 +91,7 @@ def update(x, offset_left, sums, origin, steps, max_left):
 
 
 def short_forward(x, weight, left):
-    """The output (T, B, C) of a short convolution, in the dtype of `x` and `weight` (K, C).
+    """Return the output (T, B, C) of a short convolution, in the dtype of `x` and `weight` (K, C).
 
     Raises:
         RuntimeError: CuPy is missing, or built for another CUDA than PyTorch.
@@ -99,7 +100,7 @@ def short_forward(x, weight, left):
 
 
 def short_backward(dout, x, weight, left):
-    """Its gradients ``(dx, d_weight)``; the same bits at every run.
+    """Return its gradients ``(dx, d_weight)``; the same bits at every run.
 
     Raises:
         RuntimeError: CuPy is missing, or built for another CUDA than PyTorch.
@@ -167,7 +168,7 @@ def short_backward_with(device, dout, x, weight, left):
 
 
 def _aligned(*tensors):
-    """May several channels be moved at a time, as far as the tensors' addresses go?"""
+    """Return whether the tensors' addresses allow several channels to be moved at a time."""
     addresses = 0
     for tensor in tensors:
         addresses |= tensor.data_ptr()
@@ -175,7 +176,7 @@ def _aligned(*tensors):
 
 
 class _Pass:
-    """A plan made ready for calls of the same sizes: they fill in addresses, and launch.
+    """A plan that is ready for calls of the same sizes: each fills in addresses, and launches.
 
     Args:
         device: where, as above.

@@ -28,7 +28,8 @@ _FORWARD_WIDTH = {"float64": 2, "float32": 4, "float16": 8, "bfloat16": 8}
 _UPDATE_WIDTH = {"float64": 2, "float32": 4, "float16": 4, "bfloat16": 4}
 
 _TILE = 256  # rows of a tile or chunk, unless memory is short
-# Rows of a forward tile with its halo: three blocks to a multiprocessor, two of the wider halves.
+# Rows of a forward tile with its halo. A multiprocessor holds three such blocks, or two in float16
+# and bfloat16, whose tiles are larger.
 _STAGED, _STAGED_HALVES = 320, 352
 _MOST_STAGED = 8192  # of large windows
 
@@ -47,7 +48,7 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def plan_forward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right):
-    """The forward pass, for blocks with up to `shared_memory` bytes."""
+    """Plan the forward pass, for blocks with up to `shared_memory` bytes."""
     name, heads, R = NAMES[dtype], B * H, C // H
     kernel, width = _kernel(_FORWARD_WIDTH, name, R, aligned)
     number = 8 if name == "float64" else 4  # bytes of what is computed in
@@ -109,7 +110,7 @@ def plan_forward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right)
 
 @functools.lru_cache(maxsize=4096)
 def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right):
-    """The backward pass, for blocks with up to `shared_memory` bytes."""
+    """Plan the backward pass, for blocks with up to `shared_memory` bytes."""
     name, R, heads = NAMES[dtype], C // H, B * H
     if B * C * dtype.itemsize >= 2**32:
         raise ValueError(f"x: expected less than 4 GiB a time step on CUDA, got B, C = {B}, {C}")
@@ -184,7 +185,7 @@ def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right
 
 @functools.lru_cache(maxsize=4096)
 def plan_update(dtype, aligned, B, C, H):
-    """A step of decoding, or several."""
+    """Plan a step of decoding, or several."""
     kernel, width = _kernel(_UPDATE_WIDTH, NAMES[dtype], C // H, aligned)
     blocks = (_ceil(B * C // width, 128), 1, 1)
     return Plan({}, {}, ((f"talk_update_{kernel}", blocks, 128, 0),))
@@ -192,7 +193,7 @@ def plan_update(dtype, aligned, B, C, H):
 
 @functools.lru_cache(maxsize=4096)
 def plan_short_forward(dtype, aligned, T, B, C, taps, left):
-    """The forward pass of a short convolution."""
+    """Plan the forward pass of a short convolution."""
     kernel, width = _kernel(_UPDATE_WIDTH, NAMES[dtype], C, aligned)
     blocks = (_ceil(_ceil(T, _SHORT_FORWARD) * B * (C // width), 128), 1, 1)
     numbers = {"taps": taps, "left": left, "rows": _SHORT_FORWARD}
@@ -201,7 +202,7 @@ def plan_short_forward(dtype, aligned, T, B, C, taps, left):
 
 @functools.lru_cache(maxsize=4096)
 def plan_short_backward(dtype, aligned, T, B, C, taps, left):
-    """The backward pass of a short convolution: runs, and the sum over them."""
+    """Plan the backward pass of a short convolution: runs, and the sum over them."""
     kernel, width = _kernel(_UPDATE_WIDTH, NAMES[dtype], C, aligned)
     rows = min(max(_SHORT_BACKWARD, _ceil(T * B, 512)), _SHORT_MOST)  # some 512 runs or more
     runs = _ceil(T, rows) * B
@@ -214,13 +215,13 @@ def plan_short_backward(dtype, aligned, T, B, C, taps, left):
 
 
 def _kernel(widths, dtype, channels, aligned):
-    """The end of a kernel's name, and N: several channels at a time where they come in packs."""
+    """Return the end of a kernel's name, and how many channels a thread moves at a time."""
     wide = aligned and channels % widths[dtype] == 0
     return (f"{dtype}_wide", widths[dtype]) if wide else (f"{dtype}_narrow", 1)
 
 
 def _backward_kernel(dtype, R, aligned):
-    """The end of a kernel's name; channels of a thread, lanes, rows of a thread, threads."""
+    """Return the end of a kernel's name; channels of a thread, lanes, rows of a thread, threads."""
     name, width = NAMES[dtype], 16 // dtype.itemsize
     if not aligned or R % width:
         return f"{name}_narrow", 1, 32, 8, 448
@@ -230,22 +231,22 @@ def _backward_kernel(dtype, R, aligned):
 
 
 def _halo(size):
-    """Rows to stage for a window of `size`: offsets up to 1.25 (dropout of 0.2) still fit.
+    """Return the rows to stage for a window of `size`, for offsets up to 1.25 (dropout of 0.2).
 
-    At most 2^30, with which a kernel's 32-bit numbers can still reckon.
+    At most 2^30, so that sums of a few of them fit a kernel's 32-bit numbers.
     """
     return min(size + size // 4 + 1, 2**30)
 
 
 def _grid(x, y, z):
-    """Blocks along three sides, of which CUDA bounds two."""
+    """Return the blocks along three sides, of which CUDA bounds two."""
     if max(y, z) > 65535:
         raise ValueError(f"x: expected at most 65,535 blocks along a side on CUDA, got {y}, {z}")
     return x, y, z
 
 
 def _tiles(T, tile):
-    """Blocks along time, which CUDA bounds."""
+    """Return the blocks along time, which CUDA bounds."""
     if T > 65535 * tile:
         raise ValueError(f"x: expected at most {65535 * tile:,} time steps on CUDA, got {T:,}")
     return _ceil(T, tile)

@@ -16,7 +16,7 @@ _LIBRARY = torch.library.Library("talk_conv", "DEF")
 
 
 def backend_name(x):
-    """The backend's name for `x`: by its device, unless TALK_CONV_BACKEND forces one."""
+    """Return the backend's name for `x`: by its device, unless TALK_CONV_BACKEND forces one."""
     forced = os.environ.get("TALK_CONV_BACKEND")
     if forced is None:
         return "cpu" if x.is_cpu else "cuda" if x.is_cuda else "reference"
@@ -31,12 +31,12 @@ def backend_name(x):
 
 
 def backend_of(x):
-    """The module whose kernels compute on the device of `x`."""
+    """Return the module whose kernels compute on the device of `x`."""
     return cuda_backend if x.is_cuda else cpu_backend
 
 
 def empty_like(tensor):
-    """Uninitialised memory of the shape and dtype of `tensor`, contiguous whatever its strides."""
+    """Allocate memory of the shape and dtype of `tensor`, contiguous whatever its strides."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 

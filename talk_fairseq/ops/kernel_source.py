@@ -7,7 +7,7 @@ import re
 
 
 def source_path(name):
-    """A file of ``kernels/``: inside the package (a wheel), or beside it in a checkout."""
+    """Find a file of ``kernels/``: inside the package (a wheel), or beside it in a checkout."""
     package = pathlib.Path(__file__).resolve().parents[1]
     folders = (package / "kernels", package.parent / "kernels")
     for folder in folders:
@@ -18,27 +18,27 @@ def source_path(name):
 
 @functools.cache
 def source(name):
-    """The text of a kernel file, with the text of each file that it includes in its place."""
+    """Return the text of a kernel file, with the files that it includes in their places."""
     text = source_path(name).read_text()
     return re.sub(r'^#include "([\w.]+)"$', lambda line: source(line[1]), text, flags=re.M)
 
 
 def compile_options(dtype):
-    """Options that compile the kernels of one dtype, such as ``"float16"``."""
+    """Return the options that compile the kernels of one dtype, such as ``"float16"``."""
     return ("-std=c++17", "-DTALK_ONLY", f"-DTALK_{dtype}")
 
 
 def constants(name):
-    """The lines ``constexpr int NAME = 8;`` of a kernel file, by name."""
+    """Return the numbers of the lines ``constexpr int NAME = 8;`` of a kernel file, by name."""
     lines = re.findall(r"^constexpr int (\w+) = (\d+);", source(name), re.M)
     return {constant: int(value) for constant, value in lines}
 
 
 class Layout:
-    """How a struct of a kernel file lies in memory: its members in their order.
+    """Describe how a struct of a kernel file lies in memory: its members in their order.
 
     Attributes:
-        struct: it as a class of ctypes.
+        struct: the struct as a class of ctypes.
         pointers: names of the members that point to a tensor; they come first.
         numbers: names of the others.
     """

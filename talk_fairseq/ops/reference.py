@@ -4,7 +4,7 @@ import torch
 
 
 def talk_conv_reference(x, offset_left, offset_right, max_left, max_right):
-    """:func:`talk_fairseq.talk_conv` in a few lines of PyTorch, with the same arguments.
+    """Compute :func:`talk_fairseq.talk_conv` in plain PyTorch, with the same arguments.
 
     Each output is the difference of a prefix sum at two real-valued positions (equations 3 to 6
     of the paper), computed in float64::
@@ -34,7 +34,7 @@ def talk_conv_reference(x, offset_left, offset_right, max_left, max_right):
 
 
 def _split(offset, maximum, limit, time, wide):
-    """The reach ``u = offset * maximum`` as whole tokens (T, B, H) and a fraction (T, B, H).
+    """Split the reach ``u = offset * maximum`` into whole tokens and a fraction, each (T, B, H).
 
     It ends at the sequence's edge, `limit` tokens away, where the fraction is 0. Splitting `u`
     rather than ``time - u`` keeps the fraction's digits however large the time is. The
@@ -51,13 +51,13 @@ def _split(offset, maximum, limit, time, wide):
 
 
 def _rows(values, index):
-    """``values[index[t, b, h], b, h]`` for `values` (rows, B, H, R)."""
+    """Return ``values[index[t, b, h], b, h]`` for `values` (rows, B, H, R)."""
     _, B, H, R = values.shape
     return values.gather(0, index.expand(-1, B, H)[..., None].expand(-1, -1, -1, R))
 
 
 def talk_conv_update_reference(x, offset_left, sums, steps, max_left):
-    """:func:`talk_fairseq.talk_conv_update` in plain PyTorch: the outputs, and the new sums.
+    """Compute :func:`talk_fairseq.talk_conv_update` in plain PyTorch: outputs and new sums.
 
     Args:
         x: (S, B, C). offset_left: (S, B, H).

@@ -6,7 +6,7 @@ from talk_fairseq.ops.dispatch import backend_name, backend_of, empty_like, regi
 
 
 def short_conv(x, weight, left):
-    """A depthwise convolution: ``out[t] = sum(weight[k] * x[t - left + k] for k in range(K))``.
+    """Compute ``out[t] = sum(weight[k] * x[t - left + k] for k in range(K))``, channel by channel.
 
     It is the computation of :class:`talk_fairseq.modules.ShortConv`.
 
@@ -16,8 +16,8 @@ def short_conv(x, weight, left):
         left: taps on the left of t, 0 to K - 1.
 
     Returns:
-        (T, B, C) in the wider of the two dtypes; differentiable in both. Halves are computed in
-        float32 and rounded once.
+        (T, B, C) in the wider of the two dtypes; differentiable in both. float16 and bfloat16 are
+        computed in float32 and rounded once.
 
     Raises:
         ValueError: shapes or devices do not match, or `left` is not that of a tap.
@@ -40,7 +40,7 @@ def short_conv(x, weight, left):
 
 
 def short_conv_reference(x, weight, left):
-    """:func:`short_conv` in plain PyTorch, for `x` and `weight` of one dtype."""
+    """Compute :func:`short_conv` in plain PyTorch, for `x` and `weight` of one dtype."""
     K, T, dtype = len(weight), x.shape[0], x.dtype
     if dtype.itemsize == 2:
         weight = weight.float()

@@ -4,7 +4,7 @@ import torch
 
 
 class TaLKConvState:
-    """What a causal TaLK convolution remembers of a batch of sequences while it decodes.
+    """Hold what a causal TaLK convolution remembers of a batch of sequences while it decodes.
 
     A ring of L = `reach` + 3 rows of running sums, which start anew whenever the ring does: no sum
     grows with the sequence, and a window is the difference of two or three of them. It is
@@ -25,7 +25,7 @@ class TaLKConvState:
         sums: (L, columns, C).
         origin: (L, B) int32, the column of `sums` that holds a slot of each sequence, or None for
             its own. A beam search moves these numbers instead of rows.
-        steps: how many there were; from 2 L on only which slot is next, as nothing else matters.
+        steps: the number of steps so far; from 2 L on, a smaller number with the same slot.
     """
 
     __slots__ = ("sums", "origin", "steps", "B")
@@ -40,10 +40,10 @@ class TaLKConvState:
         self.B = B
 
     def reorder(self, new_order):
-        """Sequence i is from now on what sequence ``new_order[i]`` was.
+        """Make sequence i what sequence ``new_order[i]`` was.
 
-        `new_order` is of any length: sequences may be dropped or repeated. A number that is no
-        sequence fails as in `torch.index_select`.
+        `new_order` is of any length: sequences may be dropped or repeated. A number that
+        names no sequence fails as in `torch.index_select`.
         """
         L, columns, C = self.sums.shape
         new_order = new_order.to(self.sums.device)
@@ -56,7 +56,7 @@ class TaLKConvState:
             self.settle()
 
     def settle(self):
-        """Copy every row to its own column, where `reorder` had left it in another."""
+        """Copy every row to its own column, where `reorder` has left it in another."""
         if self.origin is not None:
             columns = self.origin.long().unsqueeze(-1).expand(-1, -1, self.sums.shape[2])
             self.sums = self.sums.gather(1, columns)

@@ -18,7 +18,7 @@ _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 
 def talk_conv(x, offset_left, offset_right, max_left, max_right):
-    """Time-aware large-kernel convolution: an adaptive, normalised window sum at each time step.
+    """Compute a time-aware large-kernel convolution: at each step a window sum of adaptive size.
 
     For each time t, batch b and head h, with reaches ``u_l = offset_left[t, b, h] * max_left``
     and ``u_r = offset_right[t, b, h] * max_right`` in tokens (section 3 of the paper)::
@@ -27,24 +27,24 @@ def talk_conv(x, offset_left, offset_right, max_left, max_right):
 
     where a token that an end cuts counts by the part inside, and ends stop at the sequence's.
     Time and memory are linear in T, whatever the windows, as long as offsets are not far above 1.
-    On a CPU they change the time by nothing, and the memory by the rows that a thread keeps at
-    hand. On a GPU with 227 KiB of shared memory for a block, windows of over some 1,500 tokens on
-    either side (800 in half precision) take prefix sums in memory besides, 4.4 bytes for each
-    element of x (8.5 in float64); and in the backward pass windows of over some 115 tokens on
-    either side take 52 bytes (68) for each time step and head.
+    On a CPU, larger windows do not change the time, and a thread keeps as many rows as the longest
+    has. On a GPU with 227 KiB of shared memory for a block, windows of more than about 1,500 tokens
+    on either side (800 in float16 and bfloat16) also need prefix sums in memory, 4.4 bytes for each
+    element of x (8.5 in float64); in the backward pass, windows of more than about 115 tokens on
+    either side need 52 bytes (68) for each time step and head.
 
     Args:
         x: (T, B, C) in float64, float32, float16 or bfloat16; any strides.
         offset_left: (T, B, H) relative reach to the left, finite and >= 0 (above 1 is fine).
             The C / H channels of a head share it. Any of the four dtypes; float32 beside a
-            half `x` keeps the positions exact.
+            float16 or bfloat16 `x` keeps the positions exact.
         offset_right: likewise to the right, or None for the causal form.
         max_left: int >= 0, tokens that an offset of 1 reaches to the left.
         max_right: likewise to the right; 0 in the causal form.
 
     Returns:
-        (T, B, C) in x's dtype; differentiable in x and both offsets. Halves are computed in
-        float32 or better and rounded once. A negative or NaN offset gives NaN.
+        (T, B, C) in x's dtype; differentiable in x and both offsets. float16 and bfloat16
+        are computed in float32 or better and rounded once. A negative or NaN offset gives NaN.
 
     Raises:
         TypeError: an argument is not a tensor (or an int) of an expected dtype.
@@ -72,7 +72,7 @@ def talk_conv(x, offset_left, offset_right, max_left, max_right):
 
 
 def talk_conv_update(x, offset_left, state, max_left):
-    """The next outputs of a causal sequence: :func:`talk_conv`, continued by the steps in `x`.
+    """Return the next outputs of a causal sequence: :func:`talk_conv`, continued by `x`.
 
     Time and memory do not depend on the steps so far, nor on the windows. Any number of steps at
     a time gives the same outputs. `state` is changed in place; where gradients are needed, this
@@ -89,8 +89,8 @@ def talk_conv_update(x, offset_left, state, max_left):
         NaN.
 
     Raises:
-        TypeError, ValueError: as :func:`talk_conv`; TypeError for a state that is none, ValueError
-            for one of other sequences, channels, device or dtype.
+        TypeError, ValueError: as :func:`talk_conv`; TypeError for a `state` of another type,
+            ValueError for one of other sequences, channels, device or dtype.
 
     Equivalent to ``talk_conv(xs, offsets, None, max_left, 0)[-S:]`` with `xs` and `offsets` of all
     the steps so far.
@@ -146,9 +146,9 @@ def talk_conv_update_unchecked(x, offset_left, state, max_left):
 
 
 def _is_valid(x, offset_left, offset_right, max_left, max_right):
-    """Are the arguments plainly in order? In half the time of `_validate`, which says what is not.
+    """Return whether the arguments are usual and valid, in half the time of `_validate`.
 
-    A few unusual ones, such as sizes of NumPy, are left to it.
+    A few unusual ones, such as sizes of NumPy, are left to `_validate`.
     """
     if not (isinstance(x, torch.Tensor) and isinstance(offset_left, torch.Tensor)):
         return False
@@ -218,7 +218,10 @@ def _validate(x, offset_left, offset_right, max_left, max_right):
 
 
 def _kernel_dtypes(x, offset_left, offset_right):
-    """Bring mixed dtypes to what kernels take: offsets in x's dtype, or float32 beside halves."""
+    """Bring mixed dtypes to what kernels take.
+
+    They take offsets in x's dtype, or in float32 beside a float16 or bfloat16 `x`.
+    """
     offsets = [o for o in (offset_left, offset_right) if o is not None]
     dtypes = {o.dtype for o in offsets}
     if x.dtype == torch.float64 or torch.float64 in dtypes:
@@ -245,7 +248,7 @@ def _run_forward(x, offset_left, offset_right, max_left, max_right):
 
 
 def _fake_backward(dout, x, offset_left, offset_right, max_left, max_right):
-    """dx, d_offset_left and d_offset_right, which is of size 0 in the causal form."""
+    """Allocate dx, d_offset_left and d_offset_right, which is of size 0 in the causal form."""
     d_right = x.new_empty(0) if offset_right is None else empty_like(offset_right)
     return empty_like(x), empty_like(offset_left), d_right
 

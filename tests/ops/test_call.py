@@ -24,7 +24,7 @@ from talk_fairseq.ops import cuda_backend, dispatch
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Tensors on the CPU go the way of the CUDA backend, with a CuPy that launches nothing.
+    """The CUDA backend computes tensors on the CPU, with a CuPy that launches nothing.
 
     Gives the last launches of all, and the devices whose contexts were made current.
     """
@@ -101,7 +101,7 @@ def both_passes(function, dout, *args):
 
 
 def microseconds(*calls, rounds=300, repeats=10):
-    """The best of `rounds` of each, taken in turn: many short ones, so that some have peace."""
+    """The best of `rounds` of each, taken in turn: many short ones, so that some go undisturbed."""
     times = [[] for _ in calls]
     for _ in range(rounds):
         for call, taken in zip(calls, times):
@@ -119,7 +119,7 @@ def microseconds(*calls, rounds=300, repeats=10):
 )
 def test_host_time_of_a_call(launches, cheapest, figure, call, most, ratio):
     """The bounds of time are those of an idle machine. The others leave some room for what the
-    machine does besides, and none for another 15 us.
+    machine does meanwhile, and none for another 15 us.
     """
     args = arguments(10, 10, 64, 4, 31, 31)
     dout = torch.ones_like(args[0])
@@ -137,7 +137,7 @@ def test_host_time_of_a_call(launches, cheapest, figure, call, most, ratio):
 @torch.no_grad()
 @pytest.mark.parametrize("function, most, ratio", [("talk_conv", 40, 3), ("update", 25, 1.5)])
 def test_time_of_a_small_call_on_the_cpu(cheapest, figure, function, most, ratio):
-    """Of one step of one sequence, where the kernel takes no time."""
+    """One step of one sequence, for which the kernel takes next to no time."""
     x, left, _, *windows = args = arguments(1, 1, 64, 4, 31, 0)
     state = TaLKConvState(1, 64, 31)
     small = {

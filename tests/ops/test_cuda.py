@@ -7,8 +7,8 @@ with the other backends. Under compute-sanitizer, one tool at a time:
         python -m pytest tests/ops/test_operator.py -k 'cuda and oracle'
 
 and on ``tests/ops/test_decoding.py tests/ops/test_short_conv.py -k cuda``, and likewise with
-``--tool racecheck``. Those tests fill fresh memory, so that no read of what nobody wrote would
-show: ``--tool initcheck`` on ``tests/ops/test_cuda.py -k same_bits``.
+``--tool racecheck``. Those tests fill fresh memory, which hides reads of memory that nobody wrote:
+run ``--tool initcheck`` on ``tests/ops/test_cuda.py -k same_bits``.
 """
 
 import statistics

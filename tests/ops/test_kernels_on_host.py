@@ -235,7 +235,7 @@ def test_tiles(dtype, shared_memory):
 
 
 def test_tiles_of_several_heads_and_sentences():
-    """Of which some reach beyond the halo, and others do not."""
+    """Some windows reach beyond the halo, and others do not."""
     dout, x, left, right = example(560, 2, 3, 4)
     left[:, 0, 2], right[:, 1, 0] = 30 * left[:, 0, 2], 30 * right[:, 1, 0]
     host = Host()
@@ -245,7 +245,7 @@ def test_tiles_of_several_heads_and_sentences():
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_far_windows_on_both_sides(dtype):
-    """Of several heads, from the first tile to the last and back, beside ordinary ones."""
+    """Windows of several heads, from the first tile to the last and back, beside ordinary ones."""
     dout, x, left, right = example(700, 1, 4, 8, dtype, torch.float32)
     left[650:, 0, 1], right[:9, 0, 1], right[3:300:50, 0, 2] = 70, 80.3, 21.7
     left[300::31, 0, 3] *= 20

@@ -22,7 +22,7 @@ def backend(request, monkeypatch):
     return request.param
 
 
-# --- What every backend is held to: test_kernels_on_host.py too ---
+# --- What every backend must do; test_kernels_on_host.py uses it too ---
 
 
 def edges(dtype, shape, generator):
@@ -48,7 +48,7 @@ def check_edges(forward, backward, dtype):
         for gradient, exact in zip(got, expected):
             if exact is None:
                 continue
-            # Of the offsets' gradients, those too large for the format are infinite, as they are.
+            # Gradients of the offsets that are too large for the format are infinite.
             assert torch.equal(gradient.isfinite(), exact.to(dtype).isfinite())
             assert not gradient.isnan().any()
         assert oracle.worst_error(got[0], expected[0]) <= 4 * oracle.TOLERANCE[dtype]
@@ -106,7 +106,7 @@ def test_sums_that_are_not_divided_overflow_as_the_true_sums_do(backend):
     x = torch.full((8, 1, 4), 9000.0).half()
     out = conv(x)[:, 0, 0]
     assert out[:7].tolist() == pytest.approx([9000 * n for n in range(1, 8)], rel=1e-3)
-    assert out[7] == math.inf  # 72,000; the largest half is 65,504
+    assert out[7] == math.inf  # 72,000; the largest float16 is 65,504
 
 
 @pytest.mark.parametrize("size", [1e4, -1e4])
@@ -126,7 +126,7 @@ def test_logits_far_out(dtype, size):
 
 
 def test_gates_far_out():
-    """A gate that is shut or open, on the largest halves."""
+    """A gate that is shut or open, on the largest numbers of float16."""
     unit = TaLKConvUnit(8, 2, 5, 3).half()
     unit.linear1.weight.data.zero_()
     unit.linear1.bias.data[:8] = 65504

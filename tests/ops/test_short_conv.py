@@ -31,7 +31,7 @@ def expected_at_once(x, weight, dout, left):
 
 
 def check(x, weight, dout, left, expected=oracle.short_conv):
-    """Hold the output and the gradients to `expected`, and return them."""
+    """Compare the output and the gradients with `expected`, and return them."""
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     out = short_conv(x, weight, left)
     assert out.dtype == torch.promote_types(x.dtype, weight.dtype)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -179,6 +180,19 @@ def test_units_of_one_decoder_keep_their_own_state():
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         TaLKConv(*arguments)
+
+
+@pytest.mark.parametrize("shape", [(5, 2, 7), (5, 8), (5, 2, 8, 1)])
+def test_an_input_of_another_shape(shape):
+    conv, unit = TaLKConv(8, 2, 3), TaLKConvUnit(8, 2, 3)
+    message = rf"expected shape \(T, B, 8\), got {re.escape(str(shape))}"
+    x = torch.randn(shape)
+    for call in (conv, conv.step):
+        with pytest.raises(ValueError, match=f"x: {message}"):
+            call(x)
+    for state in (None, {}):
+        with pytest.raises(ValueError, match=f"query: {message}"):
+            unit(x, incremental_state=state)
 
 
 def test_a_two_sided_module_cannot_step():
