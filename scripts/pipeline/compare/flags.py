@@ -74,13 +74,13 @@ def evaluation_words(args, data, checkpoint, results):
 
     Hypotheses go to the folder `results`; the perplexity of a language model is printed.
     """
-    flags = {**data_flags(args), "path": checkpoint, "gen-subset": "test", "log-interval": 1}
+    flags = {**data_flags(args), "path": checkpoint, "gen-subset": "test"}
     if args.task == "lm":
         command, flags["max-tokens"] = "fairseq-eval-lm", 4 * args.schedule.max_tokens
     else:
         command, flags["max-tokens"] = "fairseq-generate", generated_tokens(args)
         flags |= {key.replace("_", "-"): value for key, value in search(args).items()}
-        flags |= {"remove-bpe": "sentencepiece", "results-path": results}
+        flags |= {"remove-bpe": "sentencepiece", "results-path": results, "log-interval": 1}
     return [command, str(data), *words(flags)]
 
 
