@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT
+from pipeline.data import corpus as corpora
 from pipeline.data import text as prepare_text
 
 
@@ -162,3 +163,11 @@ def test_workers_end_with_a_run_that_is_killed():
 
 def squares(numbers):
     return [number**2 for number in numbers]
+
+
+def test_a_sentence_that_is_too_long_is_named(tmp_path):
+    lines = ["God said so.", "And it was.", "God said so. " * 600]
+    corpus = {f"{split}.{language}": lines for split in corpora.SPLITS for language in ("en", "es")}
+    with pytest.raises(ValueError, match=r"train.en: .* got \d+ in line 3; .*--cut-source N"):
+        corpora.prepare(corpus, ["en", "es"], 40, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -24,7 +24,7 @@ class Benchmark:
 
     text: str  # for --help; its fields in braces are those of this class
     source_lang: str
-    target_lang: str | None  # None: a language model's text, of words as they stand
+    target_lang: str | None  # None: a language model's text, whose words stay as they are
     parts: tuple  # of alternatives; the first that is there is read
     archives: dict  # {address: how the names of its files start}
     elsewhere: str  # what to know about hosts that do not answer
@@ -49,35 +49,35 @@ class Benchmark:
 
     @property
     def files(self):
-        """All file names, alternatives among them."""
+        """Return all file names, with the alternatives."""
         return [name for choices in self.parts for part in choices for name in part.files]
 
 
 def corpus(stem, source, target, *lines):
-    """A training corpus of plain text."""
+    """Return a training corpus of plain text."""
     return Part("train", (f"{stem}.{source}", f"{stem}.{target}"), lines)
 
 
 def newstest(split, name, source, target, *lines):
-    """A test set of WMT."""
+    """Return a test set of WMT."""
     return (
         Part(split, (f"{name}-src.{source}.sgm", f"{name}-ref.{target}.sgm"), lines, "segments"),
     )
 
 
 def iwslt(name, lines):
-    """A test set of IWSLT."""
+    """Return a test set of IWSLT."""
     files = (f"IWSLT14.{name}.de-en.de.xml", f"IWSLT14.{name}.de-en.en.xml")
     return (Part("test", files, (lines,), "segments"),)
 
 
 def processed(split, name, *lines):
-    """A split of CNN-DM in the form that most summarisation code exchanges."""
+    """Return a split of CNN-DM in the form that most summarisation code exchanges."""
     return (Part(split, (f"{name}.txt.src", f"{name}.txt.tgt"), lines, "sentence tags"),)
 
 
 def wiki(split, lines, tokens):
-    """A split of WikiText."""
+    """Return a split of WikiText."""
     return (Part(split, (f"wiki.{split}.tokens",), (lines,), tokens=tokens),)
 
 
