@@ -107,7 +107,7 @@ def test_what_an_earlier_run_left_unfinished_is_not_being_written(runs, tmp_path
 
 
 def test_stopped_anywhere(tmp_path):
-    """Amid the first epoch and later ones, at their ends, and after the last update."""
+    """During the first epoch and later ones, at their ends, and after the last update."""
     stops = [1, 6, 8, 12, 14]
     found = stopped(tmp_path, 1, 14, ",".join(map(str, stops)), *WORKERS)
     assert found["epochs"] == [6, 12]

@@ -44,7 +44,7 @@ def test_validation_curves_over_updates_and_measured_time():
     assert [list(line.get_xdata()) for line in over_time.get_lines()] == [
         pytest.approx([50 / 60, 100 / 60]), pytest.approx([100 / 60, 200 / 60])
     ]  # fmt: skip
-    assert figure.axes[-1].get_xlabel() == "minutes: updates x measured seconds an update"
+    assert figure.axes[-1].get_xlabel() == "minutes: updates x measured seconds per update"
 
 
 def test_the_score_over_speed():

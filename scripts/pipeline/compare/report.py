@@ -163,7 +163,7 @@ def validation_figure(results):
         axis.set_ylabel(axis.get_ylabel() and f"validation {axis.get_ylabel()}")
         if axis.get_xlabel().startswith("wall-clock"):
             unit = axis.get_xlabel().rpartition(" ")[2]
-            axis.set_xlabel(f"{unit}: updates x measured seconds an update")
+            axis.set_xlabel(f"{unit}: updates x measured seconds per update")
     return figure
 
 
