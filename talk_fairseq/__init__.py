@@ -36,7 +36,8 @@ def _register_with_fairseq():
     chatty.setLevel(logging.WARNING)
     if any(name.startswith("fairseq_cli.") for name in sys.modules):
         # Most commands import fairseq, which sets DEBUG, before they ask for this in vain.
-        level = logging.getLevelName(os.environ.get("LOGLEVEL", "INFO").upper())
+        # Processes that are to say less, as all but the first of several, have their own.
+        level = max(level, logging.getLevelName(os.environ.get("LOGLEVEL", "INFO").upper()))
     if "fairseq" in sys.modules and (numba := logging.getLogger("numba")).level == logging.NOTSET:
         numba.setLevel(logging.WARNING)  # thousands of lines for each kernel where root has DEBUG
     try:

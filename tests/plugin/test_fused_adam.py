@@ -86,6 +86,7 @@ def test_a_closure_and_a_sparse_gradient():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_fairseq_trains_and_resumes_with_it(corpus, tmp_path):
     """Also from a checkpoint of adam, in the same place of the schedule."""
 

@@ -135,6 +135,8 @@ def test_ctrl_c_stops_the_run_and_what_it_started(tmp_path):
     run = subprocess.Popen(
         command("--out", out), start_new_session=True, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        # A shell's background jobs, and what they start, ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
         for _ in range(1200):

@@ -136,9 +136,7 @@ def test_bad_input_is_one_line_before_anything_is_made(tmp_path):
     assert "did you mean" in refusal("iwslt14_de_en/talkcon", *here)
     name = "iwslt14_de_en/talkconv"
     assert refusal(name, *here).startswith("reproduce.sh: --data: expected the published data")
-    assert refusal(name, *here, "--data") == (
-        "reproduce.sh: --data: expected one argument (see --help)"
-    )
+    assert refusal(name, *here, "--data") == ("reproduce.sh: --data: expected a value (see --help)")
     assert refusal(name, *here, "--dta", "x") == (
         "reproduce.sh: unrecognized arguments: --dta x (see --help)"
     )
@@ -168,6 +166,7 @@ def test_a_dry_run_prints_the_commands_of_the_steps(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_short_trial_averages_what_there_is(published, tmp_path):
     """Of the ten checkpoints that the row averages, a trial of some updates has one."""
     name = "iwslt14_de_en/talkconv"

@@ -162,8 +162,10 @@ def test_paths_are_absolute_and_quoted(tmp_path, monkeypatch):
     assert words["checkpoint.save_dir"] == f"'{tmp_path}/a=b/it\\'s'"
     assert words["common.tensorboard_logdir"] == f"'{tmp_path}/a=b/it\\'s/tensorboard'"
     words = planned("iwslt14_de_en/talkconv", "--devices", "1").words
-    assert words["task.data"] == str(ROOT / "data-bin/iwslt14_de_en")
-    assert words["checkpoint.save_dir"] == str(ROOT / "checkpoints/iwslt14_de_en/talkconv")
+    assert words["task.data"] == train.hydra_value(ROOT / "data-bin/iwslt14_de_en")
+    assert words["checkpoint.save_dir"] == train.hydra_value(
+        ROOT / "checkpoints/iwslt14_de_en/talkconv"
+    )
 
 
 def test_overrides_need_no_quotes_of_hydra():
@@ -303,7 +305,7 @@ def test_ones_own_yaml(tmp_path, monkeypatch):
         assert command[command.index("--config-dir") + 1] == str(tmp_path / "own")
         assert command[command.index("--config-name") + 1] == "mine"
         assert plan.words["task.data"] == str(tmp_path / "bin")
-        assert plan.words["checkpoint.save_dir"] == str(ROOT / "checkpoints/mine")
+        assert plan.words["checkpoint.save_dir"] == train.hydra_value(ROOT / "checkpoints/mine")
         assert plan.words["optimization.update_freq"] == "[1]"
         assert plan.words["distributed_training.distributed_world_size"] == "1"
     assert planned("own/mine.yaml", "--data", "d").words["task.data"] == str(tmp_path / "d")
