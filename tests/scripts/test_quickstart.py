@@ -72,6 +72,7 @@ def test_a_run_a_second_run_and_a_restart(verses, tmp_path):
     assert (out / "notes").read_text() == "mine"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_killed_in_training_resumes_where_it_was(verses, tmp_path):
     out = tmp_path / "run"
@@ -102,6 +103,7 @@ def updates(folder):
     return [int(path.stem.split("_")[2]) for path in folder.glob("checkpoint_*_*.pt")]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_by_the_clock_the_rate_is_up_and_then_falls(verses, tmp_path):
     out = tmp_path / "run"

@@ -466,6 +466,7 @@ def test_two_processes_train_as_one_with_twice_the_steps(verses, tmp_path):
     assert len(updates) == 1 and "num_updates=5" in updates[0]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ablation_scores_a_row(verses, tmp_path):
     """And says what is not the paper's; nothing is averaged that is not there."""
