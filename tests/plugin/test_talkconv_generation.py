@@ -235,6 +235,7 @@ def test_ensemble_of_a_model_with_itself_is_the_model(corpus, trained):
     assert hypotheses(generate(corpus, f"{trained}:{trained}", "--beam", 2)) == single
 
 
+@pytest.mark.long
 def test_ensemble_of_two_models_scores_between_them(corpus, trained, tmp_path):
     """The ensemble's score of a hypothesis is that of the averaged probabilities."""
     fairseq(

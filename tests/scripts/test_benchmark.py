@@ -205,6 +205,7 @@ def test_a_graph_keeps_its_inputs(benchmark, case, monkeypatch, mode):
     assert inputs[-1]() is None
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_faster_than_attention(tmp_path):
     """At T=1000, B=10, C=1024, H=16 in float32 on a CPU, in one process: the bars of the README."""

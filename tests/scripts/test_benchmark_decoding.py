@@ -298,6 +298,7 @@ def test_peak_memory_sees_what_was_freed(benchmark):
 # --- Speed ---
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_not_slower_than_dynamicconv(benchmark, tmp_path):
     """At the sizes of IWSLT, batch 8, beam 5, 40 tokens, with a margin for a busy machine."""

@@ -40,6 +40,7 @@ def files(folder):
     }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_a_second_run_and_another_prompt(verses, tmp_path):
     # From another folder, with relative paths.

@@ -435,6 +435,7 @@ def run(name, *arguments):
     return done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_processes_train_as_one_with_twice_the_steps(verses, tmp_path):
     """And a run goes on with another number of processes; TensorBoard's logs are there."""
