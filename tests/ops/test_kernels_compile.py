@@ -20,7 +20,9 @@ KERNELS = {"talk_conv.cu": 27, "short_conv.cu": 5}  # of one dtype
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", [90, *(pytest.param(n, marks=pytest.mark.long) for n in (75, 80, 100))]
+)
 @pytest.mark.parametrize("file", KERNELS)
 def test_nvcc(file, architecture, tmp_path):
     """The plain file, all dtypes; no kernel keeps variables in memory for want of registers."""
