@@ -319,11 +319,6 @@ def prepare(prep):
     if output.exists() and not ready.exists() and (not output.is_dir() or any(output.iterdir())):
         raise BadInput(f"--output: expected a new folder, got {output}, which holds other things")
     if ready.exists() and not restart:
-        if read_json(ready)["settings"] != prep.settings:
-            raise BadInput(
-                f"--output: {output} was prepared with other settings (see prepared.json in it); "
-                "--restart replaces it"
-            )
         print(f"{output} is ready; --restart prepares it again")
         return
     with closing(Folder(prep.folder.parent, "preparation", ["made"], "--output")) as folder:
@@ -346,19 +341,19 @@ def parse(name, arguments):
     parser.set_defaults(vocabulary=None, pretokenized=None)
     add = parser.add_argument
     add("--data", action="append", default=[], metavar="PATH|URL", help="a folder, an archive or "
-        "the address of one; may be given several times")  # fmt: skip
+        "its address; may be given several times")  # fmt: skip
     add("--download", action="store_true", help="get what --data lacks from its published hosts")
     add("--downloads", default=ROOT / "data-bin/downloads", metavar="DIR", help="where downloads "
         "are kept, each under its address (default: data-bin/downloads)")  # fmt: skip
     add("--output", metavar="DIR", help=f"the folder to write (default: data-bin/{name})")
     add("--workers", type=command.positive(int), default=len(os.sched_getaffinity(0)), metavar="N",
         help="processes (default: as many as there are cores)")  # fmt: skip
-    add("--other-counts", action="store_true", help="the data differs from the published data on "
-        "purpose: only report line counts")  # fmt: skip
+    add(
+        "--other-counts", action="store_true", help="only report line counts that are not published"
+    )
     add("--restart", action="store_true", help="remove what an earlier run left, and prepare again")
     if len(benchmark.languages) == 2:
-        add("--vocabulary", type=command.positive(int), metavar="N", help="words of a dictionary, "
-            "for other data than the published")  # fmt: skip
+        add("--vocabulary", type=command.positive(int), metavar="N", help="words of a dictionary")
         add("--pretokenized", metavar="DIR", help="in place of --data: {train,valid,test}.LANG cut "
             "by subword-nmt; with dict.LANG.txt there, test is enough")  # fmt: skip
     args = parser.parse_args(arguments)
