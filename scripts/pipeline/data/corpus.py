@@ -115,10 +115,7 @@ def main(arguments=None):
         languages = [language for language in (args.source_lang, args.target_lang) if language]
         corpus = read_corpus(args.data, languages)
         counts = prepare(corpus, languages, args.vocabulary, args.output, args.cut_source)
-        for split in SPLITS:
-            names = [f"{split}.{language}" for language in languages]
-            sizes = " and ".join(f"{counts[name]:,}" for name in names)
-            sentences = "sentence pairs" if len(names) == 2 else "sentences"
-            print(f"{split}: {len(corpus[names[0]]):,} {sentences}, {sizes} pieces")
+        for name, count in counts.items():
+            print(f"{name}: {len(corpus[name]):,} sentences, {count:,} pieces")
 
     return command.run("prepare_corpus.py", body, (OSError, ValueError))

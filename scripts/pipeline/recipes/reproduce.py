@@ -12,6 +12,7 @@ from pipeline.common.files import write_whole
 from pipeline.common.folder import Folder, show
 from pipeline.common.paths import ROOT
 from pipeline.common.systems import words
+from pipeline.data.benchmarks import BENCHMARKS
 from pipeline.recipes import train
 from pipeline.recipes.config import find_config
 
@@ -83,19 +84,13 @@ def steps_of(args):
     train.plan(train.parse([args.name, "--dry-run", *where, *trained]))
     if not prepare and not (data_bin / "prepared.json").exists():
         raise BadInput(f"--data: expected what scripts/{script}.sh prepares, got none")
+    if prepare and benchmark not in BENCHMARKS:
+        raise BadInput(f"--data: expected none, as there is no scripts/{script}.sh; see --data-bin")
+    train_words = [args.name, "--data", data_bin, "--save-dir", save_dir, *trained]
+    evaluate_words = [args.name, save_dir, "--data", data_bin, "--results", results, *scored]
     steps = [
-        Step(
-            "train",
-            ("recipes.train",),
-            [args.name, "--data", data_bin, "--save-dir", save_dir, *trained],
-            where,
-        ),
-        Step(
-            "evaluate",
-            ("recipes.evaluate",),
-            [args.name, save_dir, "--data", data_bin, "--results", results, *scored],
-            cpu,
-        ),
+        Step("train", ("recipes.train",), train_words, where),
+        Step("evaluate", ("recipes.evaluate",), evaluate_words, cpu),
     ]
     if prepare:
         module = ("data.prepare", benchmark)
