@@ -30,7 +30,7 @@ def read_hypotheses(path):
     hypotheses, references = (lines_of_kind(lines, kind) for kind in "DT")
     if not path.name.startswith("generate-") and not hypotheses:
         return lines, None
-    numbers = range(max(hypotheses, default=0) + 1)
+    numbers = range(max([*hypotheses, *references], default=0) + 1)
     for kind, found in (("D", hypotheses), ("T", references or hypotheses)):
         if missing := [number for number in numbers if number not in found]:
             raise ValueError(f"{path}: expected {kind}-{missing[0]} of fairseq-generate, got none")
