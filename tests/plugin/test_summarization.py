@@ -443,10 +443,9 @@ def files(tmp_path):
 
 
 @pytest.mark.parametrize("separator", [None, " . "])
-@pytest.mark.parametrize("stemming", [True, False])
-def test_scores_are_the_librarys(files, separator, stemming):
+def test_scores_are_the_librarys(files, separator):
     hypotheses, references = (path.read_text().splitlines() for path in files)
-    scorer = RougeScorer(["rouge1", "rouge2", "rougeL", "rougeLsum"], use_stemmer=stemming)
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL", "rougeLsum"], use_stemmer=True)
     want = dict.fromkeys(KINDS, 0.0)
     for hypothesis, reference in zip(hypotheses, references):
         if separator:
@@ -456,7 +455,7 @@ def test_scores_are_the_librarys(files, separator, stemming):
         scores = scorer.score(target=reference, prediction=hypothesis)
         for kind, name in KINDS.items():
             want[kind] += scores[name].fmeasure * 100 / 30
-    got = score_rouge.score(*files, separator, stemming)
+    got = score_rouge.score(*files, separator)
     assert {kind: got[kind] for kind in KINDS} == pytest.approx(want, abs=1e-4)
     assert (got["rouge_l"] == got["rouge_lsum"]) == (separator is None)
 
@@ -511,17 +510,16 @@ def test_output_of_fairseq_generate(tmp_path):
 @pytest.mark.parametrize(
     "hypotheses, references, message",
     [
-        ("a\nb\n", "a\n", "expected as many hypotheses as references, got 2 in"),
-        ("a\n", "a\n\n", "expected a summary, got an empty line 2"),
-        ("", "a\n", "hypotheses: expected one summary a line, got an empty file"),
-        ("a\n", "", "references: expected one summary a line, got an empty file"),
-        (b"\xff\xfe\n", "a\n", "hypotheses: expected UTF-8 text"),
+        ("a\nb\n", "a\n", "hypotheses: expected one for each of 1 references, got 2"),
+        ("a\n", "a\n\n", "hypotheses: expected one for each of 2 references, got 1"),
+        ("", "a\n", "hypotheses: expected one for each of 1 references, got 0"),
+        ("a\n", "", "references: expected summaries, got none"),
+        (b"\xff\xfe\n", "a\n", "'utf-8' codec can't decode"),
         ("a\n", None, "REFERENCES: expected a file, got none"),
         (None, "a\n", "No such file"),
-        (GENERATED[:-1], None, "expected whole lines of fairseq-generate, got one cut short"),
-        (GENERATED.replace("D-0", "X-0"), None, "a D- line of each sentence, got none of 0"),
-        (GENERATED.replace("T-0", "X-0"), None, "a D- and a T- line of each sentence, got 2 and 1"),
-        (GENERATED, "a\n", "expected as many hypotheses as references, got 2 in"),
+        (GENERATED.replace("D-0", "X-0"), None, "expected D-0 of fairseq-generate, got none"),
+        (GENERATED.replace("T-0", "X-0"), None, "expected T-0 of fairseq-generate, got none"),
+        (GENERATED, "a\n", "hypotheses: expected one for each of 1 references, got 2"),
     ],
 )
 def test_files_that_do_not_fit(tmp_path, capsys, hypotheses, references, message):

@@ -7,7 +7,6 @@ them takes ``--other-counts`` and ``--vocabulary 400``.
 """
 
 import gzip
-import hashlib
 import io
 import tarfile
 import zipfile
@@ -165,49 +164,17 @@ def wmt14_en_fr(folder):
     return folder
 
 
-STORIES = {"train": 60, "val": 10, "test": 10}
-
-
-def stories():
-    """``{split: [(address, article lines, highlights), …]}``; one of train has no article."""
-    made, start = {}, 0
-    for split, count in STORIES.items():
-        made[split] = []
+def cnn_dm(folder):
+    """``cnndm.tar.gz``: articles and tagged summaries, one a line; one article is empty."""
+    files, start = {}, 0
+    for split, count in (("train", 60), ("val", 10), ("test", 10)):
+        articles, summaries = [], []
         for number in range(count):
             lines = verses("en", 6, start)
             start += 6
-            address = f"http://www.example.com/{split}/{number}.html"
-            article = [] if (split, number) == ("train", 3) else lines[:4]
-            made[split].append((address, article, [line.rstrip(".") for line in lines[4:]]))
-    return made
-
-
-def cnn_dm(folder):
-    """The two archives of story files, and the lists of addresses."""
-    archives = {"cnn": {}, "dailymail": {}}
-    for split, made in stories().items():
-        for number, (address, article, highlights) in enumerate(made):
-            blocks = article + [f"@highlight\n\n{line}" for line in highlights]
-            name = hashlib.sha1(address.encode()).hexdigest()
-            paper = ("cnn", "dailymail")[number % 2]
-            archives[paper][f"{paper}/stories/{name}.story"] = "\n\n".join(blocks) + "\n"
-        listed = folder / "url_lists" / f"all_{split}.txt"
-        listed.parent.mkdir(parents=True, exist_ok=True)
-        listed.write_text(text(address for address, _, _ in made))
-    for paper, files in archives.items():
-        archive(folder / f"{paper}_stories.tgz", files)
-    return folder
-
-
-def cnn_dm_processed(folder):
-    """``cnndm.tar.gz``: each article and each summary on a line, sentences of summaries tagged."""
-    files = {}
-    for split, made in stories().items():
-        made = [some for some in made if some[1]]
-        files[f"{split}.txt.src"] = text(" ".join(article) for _, article, _ in made)
-        files[f"{split}.txt.tgt"] = text(
-            " ".join(f"<t> {line} . </t>" for line in highlights) for _, _, highlights in made
-        )
+            articles.append("" if (split, number) == ("train", 3) else " ".join(lines[:4]))
+            summaries.append(" ".join(f"<t> {line.rstrip('.')} . </t>" for line in lines[4:]))
+        files |= {f"{split}.txt.src": text(articles), f"{split}.txt.tgt": text(summaries)}
     archive(folder / "cnndm.tar.gz", files)
     return folder
 

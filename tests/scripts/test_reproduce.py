@@ -132,18 +132,18 @@ def test_from_the_archive_to_a_result(published, tmp_path, name):
 
 def test_bad_input_is_one_line_before_anything_is_made(tmp_path):
     here = ["--data-bin", tmp_path / "bin", "--save-dir", tmp_path / "run"]
-    assert refusal(*here).startswith("reproduce.sh: NAME: expected a config such as")
-    assert "did you mean" in refusal("iwslt14_de_en/talkcon", *here)
+    assert "arguments are required: NAME" in refusal(*here)
+    assert "a config such as iwslt14" in refusal("iwslt14_de_en/talkcon", *here)
     name = "iwslt14_de_en/talkconv"
-    assert refusal(name, *here).startswith("reproduce.sh: --data: expected the published data")
+    assert refusal(name, *here).startswith("reproduce.sh: --data: expected what scripts/prepare_")
     assert refusal(name, *here, "--data") == ("reproduce.sh: --data: expected a value (see --help)")
     assert refusal(name, *here, "--dta", "x") == (
         "reproduce.sh: unrecognized arguments: --dta x (see --help)"
     )
     assert "--average: invalid positive int value: '0'" in refusal(name, "--average", 0, *here)
-    assert "got optimization.max_updat" in refusal(name, *here, "optimization.max_updat=3")
-    assert refusal(name, "twice", *here).startswith("reproduce.sh: NAME: expected one, got")
-    assert "there is no script for wmt17_zh_en" in refusal("wmt17_zh_en/talkconv", *here)
+    assert "optimization.max_updat: Key" in refusal(name, *here, "optimization.max_updat=3")
+    assert "expected GROUP.KEY=VALUE, got 'twice'" in refusal(name, "twice", *here)
+    assert "no scripts/prepare_wmt17_zh_en.sh" in refusal("wmt17_zh_en/talkconv", "--data", "x")
     assert not list(tmp_path.iterdir())
 
 
@@ -176,7 +176,7 @@ def test_a_short_trial_averages_what_there_is(published, tmp_path):
         tmp_path / "results.json", *small,
     ]  # fmt: skip
     done = reproduce(*arguments)
-    assert done.returncode == 2 and "--average: expected 10 files like checkpoint" in done.stderr
+    assert done.returncode == 2 and "expected 10 files like checkpoint" in done.stderr
     done = reproduce(*arguments, "--average", 1)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "train: done before" in done.stdout
@@ -261,20 +261,29 @@ def test_results_stand_beside_the_papers_scores(tmp_path):
     first = result("wikitext103/talkconv", {"perplexity": 24.5})
     last = result("wikitext103/talkconv", {"perplexity": 23.456}, "2020-01-02")
     write(tmp_path, "wikitext103/talkconv", [first, last])
-    seeds = {"1": 36.2, "2": 36.26}
+    seeds, as_it_is = {"1": 36.2, "2": 36.26}, {"changed": {}, "other_data": []}
     ablation = {
         "ablation_1_one_window": {
-            "seeds": {"1": "diverged"}, "mean": None, "deviation": None, "diverged": 1,
+            "seeds": {"1": "diverged"}, "mean": None, "deviation": None, "diverged": 1, **as_it_is,
         },
-        "ablation_3_windows": {"seeds": seeds, "mean": 36.23, "deviation": 0.04, "diverged": 0},
+        "ablation_3_windows": {
+            "seeds": seeds, "mean": 36.23, "deviation": 0.04, "diverged": 0, **as_it_is,
+        },
+        "ablation_7_relu": {
+            "seeds": {"1": 3.0}, "mean": 3.0, "deviation": None, "diverged": 0,
+            "changed": {"model.dropout": 0.2}, "other_data": ["lines of train"],
+        },
     }  # fmt: skip
     write(tmp_path, "iwslt14_de_en/ablation", ablation)
-    found = cells(results_table.tables(tmp_path))
+    text = results_table.tables(tmp_path)
+    found = cells(text)
     assert found[2, "TaLK"] == ["29.6", "28.70", "43.2", "not yet measured"]
     assert found[4, "TaLK deep"][1] == "40.10/18.20/36.40"
     assert found[5, "TaLK"][1] == "23.46"
-    assert found[7, "One window of 1, no normalisation"][1] == "diverges (1 seed)"
-    assert found[7, "+ windows 1,3,7,15x4"][1] == "36.23 +- 0.04 (2 seeds)"
+    assert found[7, "One window of 1, no normalisation"][1] == "diverged (seeds: 1)"
+    assert found[7, "+ windows 1,3,7,15x4"][1] == "36.23 +- 0.04 (seeds: 2)"
+    assert found[7, "ReLU in place of Swish"][1] == "not yet measured"
+    assert "- ablation_7_relu: model.dropout, lines of train" in text
 
 
 def test_results_of_other_settings_are_listed_and_not_in_the_tables(tmp_path):

@@ -77,7 +77,7 @@ def test_the_batch_is_the_recipes(name, arguments, steps):
 def test_devices_that_cannot_share_the_batch():
     message = refused("wmt16_en_de/talkconv", "--devices", "3")
     assert "458,752 tokens" in message and "1, 2, 4, 8" in message
-    assert "dataset.max_tokens=2000" in refused("iwslt14_de_en/talkconv", "--devices", "2")
+    assert "(1), got 2" in refused("iwslt14_de_en/talkconv", "--devices", "2")
     # another batch on purpose
     given = planned("wmt16_en_de/talkconv", "--devices", "3", "optimization.update_freq=[5]")
     assert given.words["optimization.update_freq"] == "[5]"
@@ -185,17 +185,15 @@ def test_overrides_need_no_quotes_of_hydra():
 def test_mistakes(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "gpus", lambda: 2)
     name = "iwslt14_de_en/talkconv"
-    assert "did you mean iwslt14_de_en/talkconv" in refused("iwslt14_de_en/talkcnv")
-    assert "there are billion_word/" in refused("xyz")
+    assert "a config such as iwslt14_de_en/talkconv" in refused("iwslt14_de_en/talkcnv")
+    assert "got 'xyz'" in refused("xyz")
     assert "at most the 2 GPUs" in refused(name, "--devices", "3", dry_run=False)
-    assert "at least 1, got 0" in refused(name, "--devices", "0")
     assert "GROUP.KEY=VALUE, got 'dropout=0'" in refused(name, "dropout=0")
     assert "on the CPU, got fp16" in refused(name, "--cpu", "--precision", "fp16")
     message = refused(name, "--data", str(tmp_path / "none"), dry_run=False)
-    assert "got none; make it with scripts/prepare_iwslt14_de_en.sh" in message
-    assert "one without dict*.txt" in refused(name, "--data", str(tmp_path), dry_run=False)
+    assert "expected binarised data, with dict*.txt, in" in message
     monkeypatch.setattr(train, "gpus", lambda: 0)
-    assert "add --cpu" in refused(name, "--devices", "2", dry_run=False)
+    assert "--cpu uses processes" in refused(name, "--devices", "2", dry_run=False)
 
 
 TALK, LIGHT = "iwslt14_de_en/talkconv", "iwslt14_de_en/lightconv"  # LightConv has no dataclass
@@ -204,41 +202,22 @@ TALK, LIGHT = "iwslt14_de_en/talkconv", "iwslt14_de_en/lightconv"  # LightConv h
 @pytest.mark.parametrize(
     "name, override, message",
     [
-        (TALK, "optimization.max_updat=3", "got optimization.max_updat; did you mean optimizat"),
-        (TALK, "model.encoder_tlak_heads=4", "did you mean model.encoder_talk_heads?"),
-        (TALK, "model.max_tokens=9", "got model.max_tokens; did you mean dataset.max_tokens?"),
-        (TALK, "optimisation.lr=[1]", "did you mean optimization.lr?"),
-        (TALK, "criterion.rdrop_alpha=5", "got criterion.rdrop_alpha"),
+        (TALK, "optimization.max_updat=3", "optimization.max_updat: Key 'max_updat' not in"),
+        (TALK, "model.encoder_tlak_heads=4", "model.encoder_tlak_heads: Key "),
+        (TALK, "optimisation.lr=[1]", "options: expected groups "),
+        (TALK, "criterion.rdrop_alpha=5", "criterion.rdrop_alpha: Key "),
         (TALK, "bpe.sentencepiece_model=x", "bpe._name: expected one that fairseq registers"),
-        (TALK, "model._name=talkcnv", "got 'talkcnv'; did you mean talkconv?"),
-        (TALK, "hydra.rnu.dir=x", "got hydra.rnu; did you mean hydra.run?"),
-        (LIGHT, "model.encoder_layer=3", "did you mean model.encoder_layers?"),
-        (LIGHT, "model.offset_dropout=0", "got model.offset_dropout"),
-        (
-            TALK,
-            "optimization.max_update=x",
-            "optimization.max_update: expected an integer, got 'x'",
-        ),
-        (TALK, "optimization.max_update=2.5", "expected an integer, got 2.5"),
-        (TALK, "optimization.update_freq=8", "expected a list, each an integer, got 8"),
-        (TALK, "model.dropout=high", "model.dropout: expected a number, got 'high'"),
-        (TALK, "common.fp16=maybe", "common.fp16: expected true or false, got 'maybe'"),
-        (TALK, "distributed_training.ddp_backend=x", "expected one of c10d, fully_sharded"),
-        (TALK, "model.encoder_layers=-1", "model.encoder_layers: expected at least 1, got -1"),
+        (TALK, "model._name=talkcnv", "expected one that fairseq registers, got 'talkcnv'"),
+        (TALK, "hydra.rnu.dir=x", "hydra.rnu: Key "),
+        (LIGHT, "model.encoder_layer=3", "model.encoder_layer: Key "),
+        (LIGHT, "model.offset_dropout=0", "model.offset_dropout: Key "),
+        (TALK, "optimization.max_update=x", "max_update: Value 'x' of type 'str' could not be"),
+        (TALK, "optimization.update_freq=8", "optimization.update_freq: "),
+        (TALK, "model.dropout=high", "model.dropout: Value 'high' of type 'str' could not be"),
+        (TALK, "common.fp16=maybe", "common.fp16: Value 'maybe' is not a valid bool"),
+        (TALK, "distributed_training.ddp_backend=x", "distributed_training.ddp_backend: "),
         (TALK, "dataset.max_tokens=null", "dataset.max_tokens: expected a number"),
-        (TALK, "dataset.max_tokens=0", "dataset.max_tokens: expected at least 1, got 0"),
-        (TALK, "optimization.max_update=-3", "optimization.max_update: expected at least 0"),
-        (TALK, "optimization.update_freq=[4,0]", "expected at least 1, got [4, 0]"),
-        (TALK, "optimization.lr=[-1e-3]", "optimization.lr: expected at least 0"),
-        (TALK, "model.dropout=1.5", "model.dropout: expected 0 to 1, got 1.5"),
-        (TALK, "optimizer.weight_decay=nan", "optimizer.weight_decay: expected at least 0"),
-        (LIGHT, "model.decoder_embed_dim=-512", "model.decoder_embed_dim: expected at least 1"),
-        (LIGHT, "model.encoder_layers=2.5", "model.encoder_layers: expected an integer, got 2.5"),
-        (LIGHT, "model.encoder_glu=3", "model.encoder_glu: expected true or false, got 3"),
-        (LIGHT, "model.encoder_normalize_before=1", "expected true or false, got 1"),
-        (LIGHT, "model.dropout=high", "model.dropout: expected a number, got 'high'"),
-        (LIGHT, "model.encoder_kernel_size_list=x", "what the flag --encoder-kernel-size-list"),
-        (LIGHT, "model.encoder_conv_type=static", "expected one of dynamic, lightweight, got"),
+        (TALK, "dataset.max_tokens=0", "dataset.max_tokens: expected a number"),
     ],
 )
 def test_options_that_fairseq_does_not_know_or_take(name, override, message):
@@ -259,17 +238,6 @@ def test_options_that_fairseq_takes(name):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", ["talkconv", "talkconv_lm", "transformer_lm"])
-def test_options_take_their_own_defaults(arch):
-    from fairseq.models import ARCH_MODEL_REGISTRY
-
-    known = config.known_options({"model": {"_name": arch}})
-    fields = OmegaConf.structured(ARCH_MODEL_REGISTRY[arch].__dataclass)
-    for name, value in OmegaConf.to_container(fields).items():
-        if name != "_name" and not str(value).startswith(("${", "???")):
-            assert known[f"model.{name}"](value) is None, (name, value)
-
-
 def test_options_of_the_config_itself(folder, tmp_path, monkeypatch):
     """A dry run without overrides does not look, so that it is quick; training does."""
     monkeypatch.setattr(config, "CONFIGS", tmp_path)
@@ -279,7 +247,7 @@ def test_options_of_the_config_itself(folder, tmp_path, monkeypatch):
     (tmp_path / "mine/light.yaml").write_text(text)
     planned("mine/light", "--cpu")
     message = refused("mine/light", "--cpu", "--data", str(folder), dry_run=False)
-    assert message.endswith("got model.wieght_dropout; did you mean model.weight_dropout?")
+    assert message.startswith("model.wieght_dropout: Key ")
 
 
 OWN = """
@@ -310,10 +278,10 @@ def test_ones_own_yaml(tmp_path, monkeypatch):
         assert plan.words["distributed_training.distributed_world_size"] == "1"
     assert planned("own/mine.yaml", "--data", "d").words["task.data"] == str(tmp_path / "d")
     message = refused("own/mine.yaml", "--devices", "2")
-    assert "share the batch of 1,000 tokens" in message and "2 fit with" in message
+    assert "share the batch of 1,000 tokens" in message
     planned("own/mine.yaml", "--devices", "2", "optimization.update_freq=[1]")
     message = refused("own/mine.yaml", "--cpu", "model.encoder_tlak_heads=4")
-    assert "did you mean model.encoder_talk_heads" in message
+    assert message.startswith("model.encoder_tlak_heads: Key ")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/dict.en.txt").write_text("a 1\n")
     args = train.parse(["own/mine.yaml", "--cpu", "--save-dir", str(tmp_path / "run")])
@@ -337,9 +305,7 @@ def test_a_yaml_that_is_no_config(tmp_path, monkeypatch):
     (tmp_path / "mine.yaml").write_text("systems: {}")
     assert "got no model" in refused("mine.yaml")
     assert "got no model" in refused(str(ROOT / "configs/verses/cpu_lm.yaml"))
-    message = refused("configs/my/talkconf.yaml")
-    assert "which is no file; did you mean" in message and len(message) < 200
-    assert "verses/" not in refused("verses/cpu_lm").partition("there are")[2]
+    assert "got 'configs/my/talkconf.yaml'" in refused("configs/my/talkconf.yaml")
     assert len(refused("nothing/like/it.yaml")) < 200
 
 
@@ -482,15 +448,14 @@ def test_ablation_scores_a_row(verses, tmp_path):
     assert done.returncode == 1 and not (tmp_path / "ablation.json").exists()
     assert "expected 10 files like checkpoint" in done.stderr
     printed = run("ablation", *arguments, "checkpoint.keep_last_epochs=1")
-    assert re.search(r"^ablation_6_four_heads +36.65 .* 1$", printed, re.MULTILINE)
-    assert re.search(r"not the recipe: .*optimization.max_epoch 1.* lines of train", printed)
-    [(key, result)] = json.loads((tmp_path / "ablation.json").read_text()).items()
-    assert key.startswith("ablation_6_four_heads checkpoint.keep_last_epochs=1 ")
-    assert key.endswith(" other data") and result["other_data"] == ["lines of train"]
+    row = r"ablation_6_four_heads +\| +36.65.* \| +1 \| .*optimization.max_epoch 1.* lines of train"
+    assert re.search(row, printed)
+    result = json.loads((tmp_path / "ablation.json").read_text())["ablation_6_four_heads"]
+    assert result["other_data"] == ["lines of train"]
     assert 0 <= result["seeds"]["3"] < 100
     assert result["changed"]["model.encoder_embed_dim"] == 32
-    [folder] = tmp_path.glob("runs/ablation_6_four_heads-*/seed_3")
-    trained = torch.load(folder / "checkpoint_last.pt", weights_only=False)["cfg"]
+    checkpoint = tmp_path / "runs/ablation_6_four_heads/seed_3/checkpoint_last.pt"
+    trained = torch.load(checkpoint, weights_only=False)["cfg"]
     assert trained["common"]["seed"] == 3
 
 
@@ -500,8 +465,7 @@ def test_ablation_goes_on_and_counts_what_diverged(tmp_path, monkeypatch, capsys
     scores |= {("ablation_2_normalised", 1): 35.0, ("ablation_2_normalised", 2): 36.0}
     made = []
 
-    def score(row, key, seed, args):
-        assert key == row
+    def score(row, seed, args):
         if len(made) == 3:
             raise ablation.Failed("train.py failed with status 1")
         made.append((row, seed))
@@ -520,9 +484,10 @@ def test_ablation_goes_on_and_counts_what_diverged(tmp_path, monkeypatch, capsys
     assert results["ablation_1_one_window"]["mean"] is None
     assert results["ablation_2_normalised"]["mean"] == 35.5
     assert results["ablation_2_normalised"]["deviation"] == 0.71
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["ablation_1_one_window", "diverges", "diverged", "2"]
-    assert lines[2].split() == "ablation_2_normalised 35.70 +- .1 35.50 +- 0.71 2".split()
+    lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    cells = [[cell.strip() for cell in line[:4]] for line in lines]
+    assert cells[2] == ["ablation_1_one_window", "diverges", "diverged", "2"]
+    assert cells[3] == ["ablation_2_normalised", "35.70 +- .1", "35.50 +- 0.71", "2"]
 
 
 def test_ablation_does_not_take_a_refused_run_for_one_that_diverged(tmp_path, monkeypatch):
@@ -535,32 +500,20 @@ def test_ablation_does_not_take_a_refused_run_for_one_that_diverged(tmp_path, mo
     folder.mkdir(parents=True)
     (folder / "crash.pt").touch()  # of an earlier run
     with pytest.raises(ablation.Failed):
-        ablation.score("ablation_1_one_window", "ablation_1_one_window", 1, args)
-
-
-def test_ablation_folders_are_of_settings_and_data(tmp_path):
-    def folder(key, data="bin"):
-        args = SimpleNamespace(save_dir=tmp_path, data=tmp_path / data)
-        return ablation.run_folder(key, 1, args).relative_to(tmp_path)
-
-    assert str(folder("row")) == "row/seed_1"
-    keys = ["row optimization.max_update=10", "row model.dropout=0.2", "row other data"]
-    folders = [folder("row"), *map(folder, keys), folder("row other data", "bin2")]
-    assert len(set(folders)) == 5
-    assert folder("row other data checkpoint.keep_last_epochs=1") == folder("row other data")
+        ablation.score("ablation_1_one_window", 1, args)
 
 
 def test_ablation_keeps_other_settings_apart(tmp_path, monkeypatch, capsys):
     (tmp_path / "prepared.json").write_text(json.dumps(PREPARED | {"checks": []}))
     monkeypatch.setattr(ablation, "score", lambda *_: 30.0)
-    start = ["--data", str(tmp_path), "--results", str(tmp_path / "ablation.json")]
-    start += ["--rows", "ablation_7_relu", "--seeds", "1", "--"]
-    for more in ([], ["model.dropout=0.2"], ["dataset.max_tokens=2000"]):
-        assert ablation.main([*start, *more]) == 0
+    start = ["--data", str(tmp_path), "--rows", "ablation_7_relu", "--seeds", "1"]
+    first, second = (["--results", str(tmp_path / name), "--"] for name in ("a.json", "b.json"))
     # The batch is the recipe's in steps of any size.
-    results = json.loads((tmp_path / "ablation.json").read_text())
-    assert results.keys() == {"ablation_7_relu", "ablation_7_relu model.dropout=0.2"}
-    assert results["ablation_7_relu"]["changed"] == {}
-    assert "\n  not the recipe: model.dropout 0.2\n" in capsys.readouterr().out
-    assert ablation.main([*start, "model.droput=0.2"]) == 2
-    assert "did you mean model.dropout?" in capsys.readouterr().err
+    for more in (first, [*first, "dataset.max_tokens=2000"], [*second, "model.dropout=0.2"]):
+        assert ablation.main([*start, *more]) == 0
+    assert json.loads((tmp_path / "a.json").read_text())["ablation_7_relu"]["changed"] == {}
+    assert " model.dropout 0.2 |" in capsys.readouterr().out
+    assert ablation.main([*start, *first, "model.dropout=0.2"]) == 2
+    assert "expected results of ablation_7_relu with the same" in capsys.readouterr().err
+    assert ablation.main([*start, *second, "model.droput=0.2"]) == 2
+    assert "model.droput: Key" in capsys.readouterr().err

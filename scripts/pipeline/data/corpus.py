@@ -1,6 +1,5 @@
 """Check a corpus of one or two languages, learn a SentencePiece BPE of it, and cut it into pieces.
 
-    prepare_corpus.py --data data/bible-es-en --source-lang es --target-lang en --check
     prepare_corpus.py --data data/bible-es-en --source-lang es --target-lang en --output corpus
     prepare_corpus.py --data data/bible-es-en --source-lang en --output corpus
 
@@ -15,9 +14,7 @@ import zlib
 from pathlib import Path
 
 from pipeline.common import command
-from pipeline.common.command import BadInput
 from pipeline.common.files import remove, write_lines
-from pipeline.data.archives import most_unpacked
 from pipeline.data.benchmarks import SPLITS
 from pipeline.data.text import learn_pieces
 
@@ -34,21 +31,14 @@ def read_sentences(folder, name):
         path = folder / f"{name}.gz"
     if not path.exists():
         raise ValueError(f"{folder / name}: no such file, nor with .gz")
-    opened, most = gzip.open if path.suffix == ".gz" else open, most_unpacked(path)
+    lines = []
     try:
-        with opened(path, "rb") as file:
-            content = file.read(most + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: not readable as UTF-8 text: {error}") from None
-    if len(content) > most:
-        raise ValueError(f"{path}: over {most:,} bytes are packed in it; expected text")
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path}: not readable as UTF-8 text: line {line}: {error}") from None
-    # Not splitlines(): only line feeds end a sentence, for fairseq too.
-    lines = [" ".join(line.split()) for line in text.removesuffix("\n").split("\n")]
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            for line in file:  # only line feeds end a sentence, for fairseq too
+                lines.append(" ".join(line.decode().removeprefix("\ufeff").split()))
+    except (UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        where = f"line {len(lines) + 1}: {error}"
+        raise ValueError(f"{path}: not readable as UTF-8 text: {where}") from None
     if not any(lines):
         raise ValueError(f"{path}: empty; expected one sentence a line")
     if "" in lines:
@@ -92,7 +82,7 @@ def prepare(corpus, languages, vocabulary, output, cut_source=None):
     counts = {}
     for name, sentences in corpus.items():
         encoded = pieces.encode(sentences, out_type=str)
-        if cut_source is not None and name.endswith(f".{languages[0]}"):
+        if name.endswith(f".{languages[0]}"):
             encoded = [sentence[:cut_source] for sentence in encoded]
         lengths = [len(sentence) for sentence in encoded]
         if len(languages) == 2 and max(lengths) > LONGEST:
@@ -108,41 +98,24 @@ def prepare(corpus, languages, vocabulary, output, cut_source=None):
     return counts
 
 
-def parse(arguments):
-    """Return the options of the command. Raises BadInput."""
+def main(arguments=None):
+    """Run the command; one line and status 2 for input that cannot be used."""
     parser = command.parser("prepare_corpus.py", __doc__)
     add = parser.add_argument
     add("--data", type=Path, required=True, help="folder with the corpus")
     add("--source-lang", required=True)
     add("--target-lang", help="leave out for a corpus of one language")
     add("--vocabulary", type=int, default=4000, help="pieces to learn (default: 4000)")
-    add("--cut-source", type=int, metavar="N", help="keep the first N pieces of each source; a "
-        "document may have 1,000")  # fmt: skip
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--output", type=Path, help="folder to write")
-    what.add_argument("--check", action="store_true", help="only check the corpus")
+    add("--cut-source", type=command.positive(int), metavar="N", help="keep the first N pieces of "
+        "each source; a document may have 1,000")  # fmt: skip
+    add("--output", type=Path, required=True, help="folder to write")
     args = parser.parse_args(arguments)
-    if args.cut_source is not None and args.cut_source < 1:
-        raise BadInput(f"--cut-source: expected at least 1 piece, got {args.cut_source}")
-    if args.cut_source is not None and args.target_lang is None:
-        raise BadInput("--cut-source: expected --target-lang with it, got none")
-    return args
-
-
-def main(arguments=None):
-    """Run the command; one line and status 2 for input that cannot be used."""
 
     def body():
-        args = parse(arguments)
         languages = [language for language in (args.source_lang, args.target_lang) if language]
         corpus = read_corpus(args.data, languages)
-        if args.check:
-            return
         counts = prepare(corpus, languages, args.vocabulary, args.output, args.cut_source)
-        for split in SPLITS:
-            names = [f"{split}.{language}" for language in languages]
-            sizes = " and ".join(f"{counts[name]:,}" for name in names)
-            sentences = "sentence pairs" if len(names) == 2 else "sentences"
-            print(f"{split}: {len(corpus[names[0]]):,} {sentences}, {sizes} pieces")
+        for name, count in counts.items():
+            print(f"{name}: {len(corpus[name]):,} sentences, {count:,} pieces")
 
-    return command.run("prepare_corpus.py", body, (BadInput, OSError, ValueError))
+    return command.run("prepare_corpus.py", body, (OSError, ValueError))

@@ -9,145 +9,78 @@ import multiprocessing
 import os
 import re
 import signal
-import sys
 import threading
 import zlib
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from itertools import chain, islice, zip_longest
-
-from pipeline.data.archives import EXPANDS, most_unpacked
 
 # What Python or a reader after us may take for the end of a line, though it is none here.
 BREAKS = dict.fromkeys(map(ord, "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"), " ")
-LONGEST_LINE = 10_000_000  # bytes; in what is gzipped a line could be of any length
 CHUNK = 1000  # pairs that a worker is given at a time
 
 
-# --- Reading ---
+# --- Reading and writing ---
 
 
 def lines_of(path):
-    """Yield the lines of a UTF-8 text, also gzipped, without surrounding space.
+    """Yield the lines of a text, also gzipped, without surrounding space.
 
-    Bytes that are not UTF-8 become U+FFFD; a warning at the end counts their lines. Raises
-    ValueError for gzip that is damaged or incomplete, for a line over `LONGEST_LINE`, and for text
-    of over `EXPANDS` times the size of its file.
+    Only a line feed ends a line. Bytes that are not UTF-8 become U+FFFD. Raises ValueError for
+    gzip that is damaged or incomplete.
     """
-    most = most_unpacked(path)
     with open(path, "rb") as file:
         opened = gzip.open if file.read(2) == b"\x1f\x8b" else open
-    damaged = 0
     try:
-        with opened(path, "rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 2), b"")):
-                if len(line.removesuffix(b"\n")) > LONGEST_LINE:
-                    raise ValueError(
-                        f"{path}: line {number + 1}: expected at most {LONGEST_LINE:,} bytes"
-                    )
-                most -= len(line)
-                if most < 0:
-                    raise ValueError(f"{path}: over {EXPANDS} times its size is packed in it")
-                try:
-                    text = line.decode("utf-8")
-                except UnicodeDecodeError:
-                    damaged += 1
-                    text = line.decode("utf-8", errors="replace")
-                if number == 0:
-                    text = text.removeprefix("\ufeff")
-                yield text.translate(BREAKS).strip()
+        with opened(path, "rt", encoding="utf-8-sig", errors="replace", newline="\n") as file:
+            for line in file:
+                yield line.translate(BREAKS).strip()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path}: expected a whole gzip file, got {error}; get it again") from None
-    if damaged:
-        print(
-            f"warning: {path}: {damaged:,} lines held bytes that are not UTF-8; they became U+FFFD",
-            file=sys.stderr,
-        )
 
 
-def pairs_of(source, target, names):
-    """Yield pairs of two iterables of lines. Raises ValueError if one of them is longer."""
-    source, target = iter(source), iter(target)
-    nothing = object()
-    count = 0
-    for one, two in zip_longest(source, target, fillvalue=nothing):
-        if one is nothing or two is nothing:
-            rest = 1 + sum(1 for _ in (target if one is nothing else source))
-            lines = (count, count + rest) if one is nothing else (count + rest, count)
-            raise ValueError(
-                f"expected as many lines in {names[0]} as in {names[1]}, got {lines[0]:,} and "
-                f"{lines[1]:,}"
-            )
-        count += 1
-        yield one, two
-
-
-def without_tags(lines):
+def without_tags(path):
     """Yield the text of IWSLT's ``train.tags.*`` without metadata; titles lose their tags."""
-    for line in lines:
+    for line in lines_of(path):
         if not re.search("<(url|talkid|keywords)>", line):
             yield re.sub("</?(title|description)>", "", line).strip()
 
 
-def segments(lines, path):
-    """Yield the segments of an SGML or XML test set, one a line, as they are.
-
-    Raises ValueError for a segment that does not end on its line.
-    """
-    for number, line in enumerate(lines, 1):
-        if re.search("<seg[ >]", line, re.IGNORECASE):
-            match = re.fullmatch(r".*<seg[^>]*>(.*)</seg>.*", line, re.IGNORECASE)
-            if not match:
-                raise ValueError(f"{path}: line {number}: expected <seg …> … </seg>, got {line!r}")
+def segments(path):
+    """Yield the segments of an SGML or XML test set, one a line, as they are."""
+    for line in lines_of(path):
+        if match := re.search("<seg[^>]*>(.*)</seg>", line, re.IGNORECASE):
             yield match[1].strip()
 
 
-END_OF_SENTENCE = tuple(".!?'`\"\u2019\u201d)")
+def without_sentence_tags(path):
+    """Yield summaries without the tags ``<t>`` and ``</t>`` around their sentences."""
+    for line in lines_of(path):
+        yield " ".join(re.sub("</?t>", " ", line).split())
 
 
-def story(text):
-    """Return ``(article, summary)`` of a CNN-DM story, each on one line.
-
-    The summary is what follows ``@highlight`` lines. A line that ends without punctuation is
-    closed with `` .``, as the published preparation does.
-    """
-    article, summary = [], []
-    part = article
-    for line in text.translate(BREAKS).split("\n"):
-        line = " ".join(line.split())
-        if line == "@highlight":
-            part = summary
-        elif line:
-            part.append(line if line.endswith(END_OF_SENTENCE) else line + " .")
-    return " ".join(article), " ".join(summary)
+def pairs_of(paths, read=lines_of):
+    """Yield the lines of files side by side. Raises ValueError if one has more than another."""
+    for number, lines in enumerate(zip_longest(*map(read, paths))):
+        if None in lines:
+            names = " as in ".join(path.name for path in paths)
+            raise ValueError(f"expected as many lines in {names}, got {number:,} in the shorter")
+        yield lines
 
 
-def without_sentence_tags(line):
-    """Return a summary without the tags ``<t>`` and ``</t>`` around its sentences."""
-    return " ".join(re.sub("</?t>", " ", line).split())
-
-
-# --- Writing ---
-
-
-class Writer:
-    """Text files of one split, written side by side."""
+class Writer(ExitStack):
+    """Text files that are written side by side, and how many lines each has."""
 
     def __init__(self, paths):
-        self.paths, self.lines = paths, 0
-
-    def __enter__(self):
-        self.files = [open(path, "w", encoding="utf-8", newline="\n") for path in self.paths]
-        return self
+        super().__init__()
+        opened = [open(path, "w", encoding="utf-8", newline="\n") for path in paths]
+        self.lines, self.files = 0, [self.enter_context(file) for file in opened]
 
     def write(self, lines):
         self.lines += 1
         for file, line in zip(self.files, lines):
             file.write(line + "\n")
-
-    def __exit__(self, *error):
-        for file in self.files:
-            file.close()
 
 
 # --- Tokenising and cleaning ---

@@ -1,44 +1,39 @@
 """Train and score the ablation of the paper's Table 7; see scripts/ablation.sh --help."""
 
-import hashlib
 import statistics
 from pathlib import Path
 
 from pipeline.common import command
-from pipeline.common.command import Failed, run_module
+from pipeline.common.command import BadInput, Failed, run_module
 from pipeline.common.files import read_json, write_json
 from pipeline.common.paths import ROOT
+from pipeline.common.tables import markdown
 from pipeline.recipes.config import check_options, from_header, read_config, rows, with_overrides
 
 BENCHMARK = "iwslt14_de_en"
 
 DESCRIPTION = """\
-Trains the rows of Table 7 (configs/iwslt14_de_en/ablation_*.yaml), each from several seeds,
-averages the last checkpoints, translates the validation set with the row's beam, and prints the
-mean and deviation of tokenised BLEU (sacreBLEU without its tokeniser). Run it again to go on where
-it stopped: a run that has a score is not repeated. Runs with other settings or on other data say
-so, and are kept apart from those of the recipe.
+Trains the rows of Table 7 (configs/iwslt14_de_en/ablation_*.yaml), each from several seeds, and
+prints the mean and deviation of tokenised BLEU on the validation set. Run it again to go on where
+it stopped. Runs with other settings or on other data need another --save-dir and --results.
 """
 
 
 def parse(arguments):
     names = [name.partition("/")[2] for name in rows() if name.startswith(f"{BENCHMARK}/ablation_")]
-    default = {
-        "data": ROOT / "data-bin" / BENCHMARK,
-        "save_dir": ROOT / "checkpoints" / BENCHMARK / "ablation",
-        "results": ROOT / "results" / BENCHMARK / "ablation.json",
-        "rows": names,
-        "seeds": [1, 2, 3, 4, 5],
-    }
     parser = command.parser("ablation.sh", DESCRIPTION)
-    parser.set_defaults(**default)
     add = parser.add_argument
     add("overrides", nargs="*", metavar="GROUP.KEY=VALUE", help="options that replace the configs'")
-    add("--data", help=f"binarised data (default: data-bin/{BENCHMARK})")
-    add("--save-dir", help=f"folder of the runs (default: checkpoints/{BENCHMARK}/ablation)")
-    add("--results", help=f"file of the scores (default: results/{BENCHMARK}/ablation.json)")
-    add("--rows", nargs="+", choices=names, metavar="ROW", help=f"of {', '.join(names)}")
-    add("--seeds", type=int, nargs="+", metavar="N", help="(default: 1 2 3 4 5)")
+    add("--data", type=Path, default=ROOT / "data-bin" / BENCHMARK, help="binarised data "
+        f"(default: data-bin/{BENCHMARK})")  # fmt: skip
+    add("--save-dir", type=Path, default=ROOT / "checkpoints" / BENCHMARK / "ablation",
+        help=f"folder of the runs (default: checkpoints/{BENCHMARK}/ablation)")  # fmt: skip
+    add("--results", type=Path, default=ROOT / "results" / BENCHMARK / "ablation.json",
+        help=f"file of the scores (default: results/{BENCHMARK}/ablation.json)")  # fmt: skip
+    add("--rows", nargs="+", choices=names, default=names, metavar="ROW",
+        help=f"of {', '.join(names)}")  # fmt: skip
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="N",
+        help="(default: 1 2 3 4 5)")  # fmt: skip
     add("--cpu", action="store_true", help="use no GPU")
     return parser.parse_intermixed_args(arguments)
 
@@ -50,34 +45,17 @@ def run(name, *arguments):
         raise Failed(f"{name} failed with status {status}")
 
 
-def diverged(folder):
-    """Return whether fairseq stopped a run because its gradients were no numbers."""
-    return (folder / "crash.pt").exists()
-
-
-def run_folder(key, seed, args):
-    """Return the folder of a run of the results' `key`; runs unlike the recipe have their own.
-
-    How many checkpoints are averaged makes no other run.
-    """
-    row, *others = key.split(" ")
-    others = [other for other in others if not other.startswith("checkpoint.keep_last_epochs=")]
-    if others:
-        own = [*others, str(Path(args.data).absolute())]
-        row += "-" + hashlib.sha256("\0".join(own).encode()).hexdigest()[:8]
-    return Path(args.save_dir).absolute() / row / f"seed_{seed}"
-
-
-def score(row, key, seed, args):
+def score(row, seed, args):
     """Train `row` from `seed` unless that is done; return its validation BLEU, or "diverged"."""
     name = f"{BENCHMARK}/{row}"
-    folder = run_folder(key, seed, args)
+    folder = args.save_dir.absolute() / row / f"seed_{seed}"
     shared = ["--data", args.data, *(["--cpu"] if args.cpu else []), *args.overrides]
-    (folder / "crash.pt").unlink(missing_ok=True)  # of an earlier run
+    crash = folder / "crash.pt"  # fairseq writes it when gradients are no numbers
+    crash.unlink(missing_ok=True)  # of an earlier run
     try:
         run("recipes.train", name, "--save-dir", folder, *shared, f"common.seed={seed}")
     except Failed:
-        if diverged(folder):
+        if crash.exists():
             return "diverged"
         raise
     run("recipes.evaluate", name, folder, "--split", "valid", *shared)
@@ -105,58 +83,58 @@ def other_settings(row, args):
     name, recipe = read_config(f"{BENCHMARK}/{row}")
     config = with_overrides(recipe, args.overrides)
     check_options(config)
-    prepared = evaluate.read_prepared(name, Path(args.data), config)
     return {
         "changed": evaluate.other_settings(name, config),
-        "other_data": evaluate.other_data(prepared),
+        "other_data": evaluate.other_data(evaluate.read_prepared(name, args.data)),
     }
 
 
-def label(row, others):
-    """Return the key of a row's results: runs that are not the paper's have a key of their own."""
-    changed = [f"{key}={value}" for key, value in others["changed"].items()]
-    return " ".join([row, *changed, *(["other data"] if others["other_data"] else [])])
+def in_words(result):
+    """Return mean and deviation of the seeds of a row."""
+    if result["mean"] is None:
+        return "diverged"
+    words = f"{result['mean']:.2f}"
+    if result["deviation"] is not None:
+        words += f" +- {result['deviation']:.2f}"
+    return words + (f", {result['diverged']} diverged" if result["diverged"] else "")
 
 
 def table(results):
-    """Return the rows for a person, each with what is not the recipe's below it."""
-    lines = [f"{'row':<32}{'paper':>14}{'measured':>16}{'seeds':>7}"]
-    for key, result in results.items():
-        row = key.partition(" ")[0]
+    """Return the rows for a person."""
+    rows = []
+    for row, result in results.items():
         paper = from_header(f"{BENCHMARK}/{row}", "paper").partition(" validation BLEU")[0]
-        measured = "diverged" if result["mean"] is None else f"{result['mean']:.2f}"
-        if result["deviation"] is not None:
-            measured += f" +- {result['deviation']:.2f}"
-        if result["mean"] is not None and result["diverged"]:
-            measured += f", {result['diverged']} diverged"
-        lines.append(f"{row:<32}{paper:>14}{measured:>16}{len(result['seeds']):>7}")
         others = [f"{key} {value}" for key, value in result["changed"].items()]
-        if others or result["other_data"]:
-            lines.append(f"  not the recipe: {', '.join(others + result['other_data'])}")
-    return "\n".join(lines)
-
-
-def main(arguments=None):
-    """Run the command and return its exit status."""
-    return command.run("ablation.sh", lambda: ablate(parse(arguments)))
+        others += result["other_data"]
+        rows.append([row, paper, in_words(result), len(result["seeds"]), ", ".join(others)])
+    return markdown(["row", "paper", "measured", "seeds", "not the recipe"], rows)
 
 
 def ablate(args):
     """Train and score what has no score yet. Raises BadInput, or Failed for a step that failed."""
     others = {row: other_settings(row, args) for row in args.rows}
-    path = Path(args.results)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    results = read_json(path) if path.exists() else {}
+    results = read_json(args.results) if args.results.exists() else {}
     for row in args.rows:
-        key = label(row, others[row])
+        if not others[row].items() <= results.get(row, others[row]).items():
+            raise BadInput(
+                f"--results: expected results of {row} with the same settings, got others in "
+                f"{args.results}; choose another file, and another --save-dir"
+            )
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    for row in args.rows:
+        scores = results.get(row, {}).get("seeds", {})
         for seed in args.seeds:
-            scores = results.get(key, {}).get("seeds", {})
             if str(seed) in scores:
                 continue
             try:
-                scores[str(seed)] = score(row, key, seed, args)
+                scores[str(seed)] = score(row, seed, args)
             except Failed as error:
                 raise Failed(f"{row}, seed {seed}: {error}") from None
-            results[key] = {"seeds": scores, **summary(scores), **others[row]}
-            write_json(path, dict(sorted(results.items())))
+            results[row] = {"seeds": scores, **summary(scores), **others[row]}
+            write_json(args.results, dict(sorted(results.items())))
     print(table(results))
+
+
+def main(arguments=None):
+    """Run the command and return its exit status."""
+    return command.run("ablation.sh", lambda: ablate(parse(arguments)))

@@ -11,11 +11,10 @@ left out. Files are read one after the other, without running code from them.
 """
 
 import os
-import re
 import sys
-from pathlib import Path
 
 import torch
+from fairseq.checkpoint_utils import checkpoint_paths
 
 from pipeline.common import command
 from talk_fairseq.checkpoint_files import read_checkpoint, whole_file
@@ -32,17 +31,16 @@ def find_checkpoints(folder, pattern, count):
     For `BEST` it is the lowest number unless the run maximized its metric, and the best comes
     last. Raises ValueError if there are fewer files, or best ones by several metrics.
     """
-    matches = [re.fullmatch(pattern, name) for name in sorted(os.listdir(folder))]
-    found = sorted((float(match[1]), match[0]) for match in matches if match)
+    found = checkpoint_paths(folder, pattern)[::-1]
     if count < 1 or len(found) < count:
         raise ValueError(f"expected {count} files like {pattern} in {folder}, got {len(found)}")
     if pattern == BEST:
-        metrics = {name.rpartition("_")[0] for _, name in found}
+        metrics = {name.rpartition("_")[0] for name in found}
         if len(metrics) > 1:
-            raise ValueError(f"expected one metric in {folder}, got {sorted(metrics)}")
-        if not _maximizes(read_checkpoint(os.path.join(folder, found[0][1]))):
+            raise ValueError(f"expected files of one metric, got {' and '.join(sorted(metrics))}")
+        if not _maximizes(read_checkpoint(found[0])):
             found.reverse()
-    return [os.path.join(folder, name) for _, name in found[-count:]]
+    return found[-count:]
 
 
 def _maximizes(state):
@@ -55,29 +53,19 @@ def _maximizes(state):
 def average_checkpoints(paths):
     """Return the last checkpoint of ``paths``, with the mean of all in place of its parameters.
 
-    Raises ValueError where keys, shapes or kinds of numbers differ, or a file is broken or missing.
+    Raises ValueError where keys, shapes or kinds of numbers differ, or a file is broken; OSError
+    for one that is missing.
     """
-    for path in map(Path, paths):
-        if not path.is_file():
-            there = [other.name for other in sorted(path.parent.glob("*.pt"))]
-            got = ", ".join(there[:5]) + (" …" if there[5:] else "")
-            raise ValueError(
-                f"expected the checkpoint {path}, got no such file (*.pt there: {got or 'none'})"
-            )
     sums, shapes = {}, None
     for path in paths:
         state = model = None  # frees the one before
         state = read_checkpoint(path, mmap=True)  # the optimizer's state stays on disk
         state.pop("last_optimizer_state", None)
         model = state["model"]
-        here = {key: (value.shape, value.is_floating_point()) for key, value in model.items()}
+        here = {(key, value.shape, value.is_floating_point()) for key, value in model.items()}
         shapes = shapes or here
-        for key in sorted(shapes.keys() | here.keys()):
-            if shapes.get(key, "no such key") != here.get(key, "no such key"):
-                wanted, got = (_describe(some, key) for some in (shapes, here))
-                raise ValueError(
-                    f"expected {key} with {wanted} as in {paths[0]}, got {got} in {path}"
-                )
+        if other := sorted({key for key, _, _ in shapes ^ here}):
+            raise ValueError(f"expected tensors as in {paths[0]}, got another {other[0]} in {path}")
         for key, value in model.items():
             if value.is_floating_point():
                 if key in sums:
@@ -99,13 +87,6 @@ def _first_names(model):
         key: names.setdefault((value.data_ptr(), value.dtype, value.shape, value.stride()), key)
         for key, value in model.items()
     }
-
-
-def _describe(shapes, key):
-    if key not in shapes:
-        return "no such key"
-    shape, floating = shapes[key]
-    return f"shape {tuple(shape)}" + ("" if floating else " of integers")
 
 
 def save(state, path):
@@ -130,9 +111,6 @@ def main(argv=None):
     try:
         if os.path.exists(args.output) and not args.force:
             raise ValueError(f"expected a new file, got {args.output}, which exists (see --force)")
-        folder = os.path.dirname(args.output) or "."
-        if not os.path.isdir(folder):
-            raise ValueError(f"expected an existing folder for {args.output}, got none")
         paths = args.inputs
         if choice:
             if len(paths) != 1:

@@ -2,12 +2,8 @@
 
 import argparse
 import difflib
-import enum
-import math
 import re
-import typing
-from dataclasses import fields, is_dataclass
-from functools import partial
+from dataclasses import fields
 from pathlib import Path
 
 import yaml
@@ -46,17 +42,12 @@ def find_config(given):
     names = rows()
     if name in names:
         return name, CONFIGS / f"{name}.yaml"
-    path = Path(given).absolute()
+    path = Path(given).resolve()
     if path.suffix == ".yaml" and path.is_file():
-        inside = path.resolve().is_relative_to(CONFIGS)
-        own = path.resolve().relative_to(CONFIGS) if inside else Path(path.name)
+        own = path.relative_to(CONFIGS) if path.is_relative_to(CONFIGS) else Path(path.name)
         return own.with_suffix("").as_posix(), path
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    near = near or [other for other in names if other.startswith(name.partition("/")[0] + "/")][:3]
-    benchmarks = dict.fromkeys(other.partition("/")[0] + "/" for other in names)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(benchmarks)}"
-    file = ", which is no file" if given.endswith(".yaml") else ""
-    raise BadInput(f"NAME: expected a config, got {given!r}{file}; {hint}")
+    near = difflib.get_close_matches(name, names, cutoff=0.5) or ["benchmark/system, see configs/"]
+    raise BadInput(f"NAME: expected a config such as {' or '.join(near)}, got {given!r}")
 
 
 def read_config(given):
@@ -131,147 +122,48 @@ def differences(config, other, harmless=HARMLESS):
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-# --- The options of fairseq ---
-
-# What an option of a type takes: in words, and as Python has it.
-KINDS = {
-    bool: ("true or false", bool),
-    int: ("an integer", int),
-    float: ("a number", (int, float)),
-    str: ("text", (str, int, float)),
-}
-
-
 def check_options(config):
-    """Raise BadInput for a key that is no option of fairseq's, or a value that one does not take.
+    """Raise BadInput for a key that is no option of fairseq's, or a value of another type.
 
-    Hydra adds what it does not know, and fairseq's older models take any key. Importing what
-    knows them, the dataclasses that fairseq registers and the flags of what has none, takes
-    seconds.
+    Hydra adds what it does not know, and fairseq's older models take any key. Importing what knows
+    them takes seconds.
+    """
+    for group, options in groups_of(config).items():
+        schema = schema_of(group, options.get("_name"))
+        for key, value in options.items():
+            try:
+                OmegaConf.merge(schema, {key: value})
+            except OmegaConfBaseException as error:
+                raise BadInput(f"{group}.{key}: {str(error).splitlines()[0]}") from None
+
+
+def schema_of(group, name):
+    """Return a config of all options of a group of fairseq's, such as "model", by its `name`.
+
+    It has their types, except for older models, which declare flags.
     """
     import talk_fairseq  # noqa: F401  registers the models
 
-    groups = groups_of(config)
-    known = known_options(groups)
-    for group, options in groups.items():
-        for name, value in options.items():
-            key = f"{group}.{name}"
-            if key not in known:
-                raise BadInput(
-                    f"options: expected those of fairseq, got {key}{did_you_mean(key, known)}"
-                )
-            expected = known[key](value)
-            if expected:
-                raise BadInput(f"{key}: expected {expected}, got {value!r}")
-
-
-def known_options(groups):
-    """Return ``{"model.dropout": function, …}`` of every option beside the names in `groups`.
-
-    Each function returns None for a value that the option takes, else what it expects, in words.
-    Raises BadInput for a name that fairseq does not register.
-    """
+    # isort: split
     from fairseq import models, tasks
     from fairseq.dataclass.configs import FairseqConfig
     from fairseq.registry import REGISTRIES
     from hydra.conf import HydraConf
 
-    declared = {group.name: group.type for group in fields(FairseqConfig)} | {"hydra": HydraConf}
-    registries = {group: registry["registry"] for group, registry in REGISTRIES.items()}
+    declared = {field.name: field.type for field in fields(FairseqConfig)} | {"hydra": HydraConf}
+    if group not in declared:
+        raise BadInput(f"options: expected groups {', '.join(declared)}, got {group}")
+    registries = {key: registry["registry"] for key, registry in REGISTRIES.items()}
     registries |= {"model": models.ARCH_MODEL_REGISTRY, "task": tasks.TASK_REGISTRY}
-    known = {}
-    for group, schema in declared.items():
-        if group in registries and group in groups:
-            registry, name = registries[group], groups[group].get("_name")
-            if name not in registry:
-                raise BadInput(
-                    f"{group}._name: expected one that fairseq registers, got {name!r}"
-                    + did_you_mean(str(name), registry)
-                )
-            known[f"{group}._name"] = lambda value: None
-            schema = getattr(registry[name], "__dataclass", None)
-            if schema is None and hasattr(registry[name], "add_args"):
-                parser = argparse.ArgumentParser(add_help=False)
-                registry[name].add_args(parser)
-                for flag in parser._actions:
-                    known[f"{group}.{flag.dest}"] = partial(expected_by_flag, flag)
-        if is_dataclass(schema):
-            empty = OmegaConf.structured(schema)
-            for field in fields(schema):
-                known[f"{group}.{field.name}"] = partial(expected_by_field, empty, field)
-    return known
-
-
-def expected_by_field(empty, field, value):
-    """Return what a field of the structured config `empty` expects; None if it takes `value`."""
-    try:
-        taken = OmegaConf.merge(empty, {field.name: value})
-    except OmegaConfBaseException:
-        return in_words(field.type)
-    return expected_range(field.name, field.default, OmegaConf.to_container(taken)[field.name])
-
-
-def expected_by_flag(flag, value):
-    """Return what an argparse flag expects; None if it takes `value`, which is used as it is."""
-    from fairseq.utils import eval_bool
-
-    if value is None:
-        return None
-    if flag.choices:
-        return None if value in flag.choices else f"one of {', '.join(map(str, flag.choices))}"
-    kind = bool if flag.nargs == 0 or flag.type is eval_bool else flag.type or str
-    if kind in KINDS:
-        words, types = KINDS[kind]
-        values = value if isinstance(value, list) and flag.nargs in ("+", "*") else [value]
-        # For Python, True is a number.
-        fits = all(
-            isinstance(one, types) and isinstance(one, bool) == (kind is bool) for one in values
-        )
-        return expected_range(flag.dest, flag.default, value) if fits else words
-    try:
-        kind(str(value))
-    except Exception:  # whatever a function of fairseq raises
-        return f"what the flag {flag.option_strings[0]} takes"
-
-
-# By how the names of options end.
-COUNTS = ("coder_layers", "_dim", "_heads", "max_tokens", "batch_size", "update_freq")
-SHARES = ("dropout", "layerdrop", "label_smoothing")
-
-
-def expected_range(name, default, value):
-    """Return the numbers that an option expects, in words; None if `value` fits or is no number.
-
-    Numbers are negative only where fairseq's default is, as that means "off", and counts 0
-    likewise.
-    """
-    numbers = [
-        n for n in (value if isinstance(value, list) else [value]) if type(n) in (int, float)
-    ]
-    if name.endswith(SHARES):
-        return None if all(0 <= n <= 1 for n in numbers) else "0 to 1"
-    default = default if type(default) in (int, float) else math.inf
-    least = 1 if name.endswith(COUNTS) and default > 0 else 0
-    return None if default < 0 or all(n >= least for n in numbers) else f"at least {least}"
-
-
-def in_words(kind):
-    """Return what a type in one of fairseq's dataclasses stands for."""
-    inner = [part for part in typing.get_args(kind) if part is not type(None)]
-    if typing.get_origin(kind) is typing.Union:
-        return in_words(inner[0])
-    if typing.get_origin(kind) in (list, tuple):
-        return "a list, each " + in_words(inner[0])
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return f"one of {', '.join(kind.__members__)}"
-    if is_dataclass(kind):
-        return "some of " + ", ".join(field.name for field in fields(kind))
-    return KINDS[kind][0] if kind in KINDS else "another type"
-
-
-def did_you_mean(key, known):
-    """Return the end of a message that names what of `known` is most like `key`, if anything is."""
-    in_other_groups = [other for other in known if other.endswith("." + key.partition(".")[2])]
-    cutoff = 0 if in_other_groups else 0.6
-    near = difflib.get_close_matches(key, in_other_groups or known, n=1, cutoff=cutoff)
-    return f"; did you mean {near[0]}?" if near else ""
+    if group not in registries:
+        return OmegaConf.structured(declared[group])
+    if name not in registries[group]:
+        raise BadInput(f"{group}._name: expected one that fairseq registers, got {name!r}")
+    cls = registries[group][name]
+    if dataclass := getattr(cls, "__dataclass", None):
+        return OmegaConf.structured(dataclass)
+    parser = argparse.ArgumentParser()
+    cls.add_args(parser)
+    flags = OmegaConf.create(dict.fromkeys(["_name", *(flag.dest for flag in parser._actions)]))
+    OmegaConf.set_struct(flags, True)
+    return flags

@@ -1,6 +1,5 @@
 """Score the checkpoints of configs/NAME.yaml; see scripts/evaluate.sh --help."""
 
-import dataclasses
 import json
 import logging
 import math
@@ -9,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from fairseq.checkpoint_utils import checkpoint_paths
 from fairseq.dataclass.configs import GenerationConfig
 from omegaconf import OmegaConf
 
@@ -28,7 +28,6 @@ from pipeline.recipes.config import (
 )
 from pipeline.recipes.scores import (
     REPORTED,
-    TITLES,
     detokenise,
     detokenised_scores,
     rouge_scores,
@@ -38,18 +37,8 @@ from talk_fairseq.checkpoint_files import read_checkpoint
 
 DESCRIPTION = """\
 Scores the model of configs/NAME.yaml on the test set of its data: averages checkpoints, generates
-with the row's beam and length penalty, checks that each line of the test set has its hypothesis,
-and prints every score by the name of its tool. A language model gets its perplexity per word, with
-the row's context. The scores, as JSON, and the hypotheses are kept in CHECKPOINTS/evaluation.
-"""
-EXAMPLES = """\
-examples:
-  scripts/evaluate.sh iwslt14_de_en/talkconv checkpoints/iwslt14_de_en/talkconv
-  scripts/evaluate.sh iwslt14_de_en/talkconv released.pt            # a checkpoint, not averaged
-  scripts/evaluate.sh wmt16_en_de/talkconv checkpoints/wmt16_en_de/talkconv --tune
-  scripts/evaluate.sh wmt16_en_de/talkconv checkpoints/wmt16_en_de/talkconv --tune \\
-      --try average=5,10,15 --try generation.lenpen=0.3,0.35,0.4
-  scripts/evaluate.sh cnn_dm/talkconv checkpoints/cnn_dm/talkconv generation.max_len_b=120
+with the row's beam and length penalty, and prints every score by the name of its tool. The scores,
+as JSON, and the hypotheses are kept in CHECKPOINTS/evaluation.
 """
 
 # What --tune tries, one key after the other; the recipe's own value comes first.
@@ -59,35 +48,28 @@ LENGTHS = [80, 100, 120, 140, 160]
 
 
 def parse(arguments):
-    parser = command.parser("evaluate.sh", DESCRIPTION, EXAMPLES)
+    parser = command.parser("evaluate.sh", DESCRIPTION)
     add = parser.add_argument
     add("name", metavar="NAME", help="a file of configs/, without .yaml")
     add("checkpoints", metavar="CHECKPOINTS", help="the folder of a run, or one checkpoint")
     add("overrides", nargs="*", metavar="GROUP.KEY=VALUE", help="options that replace the config's")
     add("--data", help="folder of scripts/prepare_BENCHMARK.sh (default: data-bin/BENCHMARK)")
     add("--split", choices=("test", "valid"), default="test", help="what to score")
-    add("--average", type=int, metavar="N", help="checkpoints to average (default: the config's)")
-    add("--tune", action="store_true", help="choose what scores best on the validation set: how "
-        "many checkpoints are averaged, the length penalty, the longest summary")  # fmt: skip
-    add("--try", action="append", default=[], dest="candidates", metavar="KEY=V1,V2", help="with "
-        "--tune: values to try in place of its own, of average, generation.lenpen, …")  # fmt: skip
+    add("--average", type=command.positive(int), metavar="N", help="(default: the config's)")
+    add("--tune", action="store_true", help="choose the number of averaged checkpoints, the length "
+        "penalty and the longest summary on the validation set")  # fmt: skip
     add("--cpu", action="store_true", help="use no GPU")
     add("--output", help="where to write (default: CHECKPOINTS/evaluation)")
-    add("--results", metavar="FILE", help="append the result to this JSON list")
+    add("--results", metavar="FILE", type=Path, help="append the result to this JSON list")
     add("--json", action="store_true", help="print JSON in place of the table")
     return parser.parse_intermixed_args(arguments)
 
 
 def append_result(path, result):
     """Add a line to the JSON list in `path`. Raises ValueError if there is something else."""
-    results = []
-    if path.exists():
-        try:
-            results = read_json(path)
-        except ValueError as error:
-            raise ValueError(f"--results: expected a JSON list in {error}") from None
-        if not isinstance(results, list):
-            raise ValueError(f"--results: expected a JSON list in {path}, got something else")
+    results = read_json(path) if path.exists() else []
+    if not isinstance(results, list):
+        raise ValueError(f"--results: expected a JSON list in {path}, got something else")
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(each, ensure_ascii=False) for each in [*results, result]]
     write_whole(path, "[\n" + ",\n".join(lines) + "\n]\n")
@@ -96,22 +78,15 @@ def append_result(path, result):
 # --- The data and the checkpoints ---
 
 
-def read_prepared(name, data, config):
-    """Return ``prepared.json`` of a data folder. Raises BadInput unless the config fits it."""
+def read_prepared(name, data):
+    """Return ``prepared.json`` of a data folder. Raises BadInput unless it is the config's."""
     benchmark = name.partition("/")[0]
     path = data / "prepared.json"
     if not path.exists():
-        raise BadInput(
-            f"--data: expected the folder of scripts/prepare_{benchmark}.sh in {data}, got "
-            f"{'one without prepared.json' if data.is_dir() else 'none'}"
-        )
+        raise BadInput(f"--data: expected the folder of scripts/prepare_{benchmark}.sh, got {data}")
     prepared = read_json(path)
     if prepared["benchmark"] != benchmark:
         raise BadInput(f"--data: expected {benchmark} in {data}, got {prepared['benchmark']}")
-    for side in ("source_lang", "target_lang"):
-        wanted = OmegaConf.select(config, f"task.{side}")
-        if wanted is not None and wanted != prepared[side]:
-            raise BadInput(f"--data: expected task.{side} {wanted} in {data}, got {prepared[side]}")
     return prepared
 
 
@@ -119,9 +94,8 @@ def other_data(prepared):
     """Return which numbers of the data are not the published ones, even roughly."""
     return [
         check["what"]
-        for check in prepared.get("checks") or []
-        if check["published"]
-        and not any(abs(check["found"] - number) <= number / 50 for number in check["published"])
+        for check in prepared["checks"]
+        if not any(abs(check["found"] - number) <= number / 50 for number in check["published"])
     ]
 
 
@@ -151,34 +125,6 @@ def recipe_average(config):
     return 1, EPOCHS
 
 
-def choose_checkpoints(folder, config, count):
-    """Return the checkpoints to average: the last `count`; of one, the best in validation.
-
-    Raises BadInput if there are not so many.
-    """
-    if count == 1:
-        names = ["checkpoint_best.pt", "checkpoint_last.pt"]
-        if ema(config):
-            names.reverse()
-        paths = [folder / name for name in names if (folder / name).exists()]
-        if not paths:
-            raise BadInput(f"CHECKPOINTS: expected {names[0]} in {folder}, got none")
-        return paths[:1]
-    if ema(config):
-        raise BadInput(
-            f"--average: expected 1 of a row with a moving average of its own, got {count}"
-        )
-    try:
-        return [Path(path) for path in find_checkpoints(folder, recipe_average(config)[1], count)]
-    except ValueError as error:
-        raise BadInput(f"--average: {error}") from None
-
-
-def ema(config):
-    """Return whether a row trains a moving average of its parameters."""
-    return bool(OmegaConf.select(config, "ema.store_ema"))
-
-
 class Evaluation:
     """A row with its data and its checkpoints; scores them with any settings, on any split.
 
@@ -187,43 +133,44 @@ class Evaluation:
     """
 
     def __init__(self, args):
-        self.name, recipe = read_config(args.name)
         self.given, self.overrides = args.name, args.overrides
+        self.name, recipe = read_config(args.name)
         self.config = with_overrides(recipe, args.overrides)
         check_options(self.config)
         self.benchmark = self.name.partition("/")[0]
         self.data = Path(args.data or ROOT / "data-bin" / self.benchmark).absolute()
-        self.prepared = read_prepared(self.name, self.data, self.config)
+        self.prepared = read_prepared(self.name, self.data)
         self.target = self.prepared["target_lang"]
         self.checkpoints = Path(args.checkpoints).absolute()
-        if not self.checkpoints.exists():
-            raise BadInput(f"CHECKPOINTS: expected a folder or a file, got {self.checkpoints}")
-        self.folder = self.checkpoints if self.checkpoints.is_dir() else self.checkpoints.parent
-        self.changed = other_settings(args.name, self.config, self.folder)
-        self.output = Path(args.output).absolute() if args.output else self.folder / "evaluation"
+        self.is_run = self.checkpoints.is_dir()
+        self.ema = bool(OmegaConf.select(self.config, "ema.store_ema"))
+        folder = self.checkpoints if self.is_run else self.checkpoints.parent
+        self.changed = other_settings(args.name, self.config, folder)
+        self.output = Path(args.output).absolute() if args.output else folder / "evaluation"
         self.on_cpu = args.cpu or not torch.cuda.is_available()
-        self.reported = (
-            "perplexity" if self.target is None else REPORTED.get(self.benchmark, "tokenised_bleu")
-        )
-        self.generation = {
-            option.name: option.default for option in dataclasses.fields(GenerationConfig)
-        } | dict(self.config.get("generation") or {})
-        self.average = args.average or recipe_average(self.config)[0]
-        if self.checkpoints.is_file():
-            if args.average:
-                raise BadInput("--average: expected the folder of a run with it, got one file")
-            self.average = 1
-        if args.average and args.average != recipe_average(self.config)[0]:
-            self.changed["average"] = args.average
+        self.reported = REPORTED.get(self.benchmark, "tokenised_bleu")
+        self.average = recipe_average(self.config)[0] if self.is_run else 1
+        if args.average and args.average != self.average:
+            self.average = self.changed["average"] = args.average
         self._ready = None  # (average, the file of it)
 
-    # -- The model --
-
     def paths(self, average):
-        """Return the checkpoints of which a mean of so many is made."""
-        if self.checkpoints.is_file():
-            return [self.checkpoints]
-        return choose_checkpoints(self.folder, self.config, average)
+        """Return the checkpoints of which a mean of so many is made; one is the best in validation.
+
+        Raises BadInput or ValueError if there are not so many.
+        """
+        if average > 1:
+            if self.ema or not self.is_run:
+                what = "a row with a moving average" if self.ema else "a single checkpoint"
+                raise BadInput(f"--average: expected 1 of {what}, got {average}")
+            pattern = recipe_average(self.config)[1]
+            return [Path(path) for path in find_checkpoints(self.checkpoints, pattern, average)]
+        names = ["checkpoint_last.pt"] if self.ema else ["checkpoint_best.pt", "checkpoint_last.pt"]
+        paths = [self.checkpoints / name for name in names] if self.is_run else [self.checkpoints]
+        there = [path for path in paths if path.exists()]
+        if not there:
+            raise BadInput(f"CHECKPOINTS: expected {paths[0]}, got none")
+        return there[:1]
 
     def model(self, average):
         """Return the checkpoint file to score; make it where it is a mean."""
@@ -231,21 +178,14 @@ class Evaluation:
             return self._ready[1]
         paths = self.paths(average)
         path = paths[0]
-        if self.checkpoints.is_dir() and (len(paths) > 1 or ema(self.config)):
+        if len(paths) > 1 or (self.is_run and self.ema):
             path = self.output / "averaged.pt"
             state = average_checkpoints(paths)
-            if ema(self.config):
-                if "ema" not in (state.get("extra_state") or {}):
-                    raise BadInput(
-                        f"CHECKPOINTS: expected a moving average in {paths[0]}, got none"
-                    )
+            if self.ema:
                 state["model"] = state["extra_state"]["ema"]
             save(state, path)
-            del state
         self._ready = average, path
         return path
-
-    # -- Scores --
 
     def score(self, split, settings):
         """Return ``{name: {"score", "tool"}}`` of a split."""
@@ -260,30 +200,14 @@ class Evaluation:
         cfg.distributed_training.distributed_world_size = 1
         cfg.dataset.gen_subset = split
         cfg.dataset.num_workers = 0
-        if self.target is None:
-            return self.perplexity(cfg, split)
-        return self.generated(cfg, split)
-
-    def lines(self, prefix, split):
-        """Return the references of a split, or None without a file. Raises BadInput."""
-        path = self.data / f"{prefix}{split}.{self.target or self.prepared['source_lang']}"
-        if not path.exists():
-            return None
-        lines = read_lines(path)
-        if len(lines) != self.prepared["lines"].get(split):
-            raise BadInput(
-                f"--data: expected {self.prepared['lines'].get(split)} lines in {path}, as "
-                f"prepared.json says, got {len(lines)}"
-            )
-        return lines
+        return self.perplexity(cfg, split) if self.target is None else self.generated(cfg, split)
 
     def generated(self, cfg, split):
         """Return the scores of hypotheses, which are kept in the output folder."""
         from fairseq_cli import generate
 
-        tokenised, plain = (self.lines(prefix, split) for prefix in ("tokenized.", ""))
-        if tokenised is None:
-            raise BadInput(f"--data: expected the references of {split} in {self.data}, got none")
+        end = f"{split}.{self.target}"
+        references, plain = read_lines(self.data / f"tokenized.{end}"), self.data / end
         pieces = self.prepared["subwords"]
         cfg.common_eval.post_process = None if pieces == "none" else pieces
         cfg.common_eval.results_path = str(self.output)
@@ -291,18 +215,17 @@ class Evaluation:
         generate.main(cfg)
         count = self.prepared["lines"][split]
         hypotheses = read_hypotheses(self.output / f"generate-{split}.txt", count, kind="H")
-        text = hypotheses
-        if self.prepared["tokenizer"] == "moses":
-            text = detokenise(hypotheses, self.target)
-        write_lines(self.output / f"tokenized.{split}.{self.target}", hypotheses)
-        write_lines(self.output / f"{split}.{self.target}", text)
+        moses = self.prepared["tokenizer"] == "moses"
+        text = detokenise(hypotheses, self.target) if moses else hypotheses
+        write_lines(self.output / f"tokenized.{end}", hypotheses)
+        write_lines(self.output / end, text)
         if self.benchmark == "cnn_dm":
-            return rouge_scores(hypotheses, tokenised)
+            return rouge_scores(hypotheses, references)
         scores = translation_scores(
-            hypotheses, tokenised, compounds=self.reported == "compound_split_tokenised_bleu"
+            hypotheses, references, compounds=self.reported == "compound_split_tokenised_bleu"
         )
-        if plain is not None:
-            scores |= detokenised_scores(text, plain, self.prepared["lowercase"])
+        if plain.exists():
+            scores |= detokenised_scores(text, read_lines(plain), self.prepared["lowercase"])
         return scores
 
     def perplexity(self, cfg, split):
@@ -311,9 +234,7 @@ class Evaluation:
         from fairseq.logging import progress_bar
         from fairseq.sequence_scorer import SequenceScorer
 
-        text = self.lines("", split)
-        if text is None:
-            raise BadInput(f"--data: expected the text of {split} in {self.data}, got none")
+        text = read_lines(self.data / f"{split}.{self.prepared['source_lang']}")
         words = sum(len(line.split()) + 1 for line in text)
         context = cfg.eval_lm.context_window
         cfg.task.tokens_per_sample -= context  # of a block, these are scored
@@ -366,42 +287,27 @@ def composed(given, overrides):
 # --- Tuning ---
 
 
-def candidates_of(evaluation, given):
+def candidates_of(evaluation):
     """Return ``{key: values}`` to try, in order, the present value of each first.
 
-    `given` are texts ``KEY=V1,V2``. Raises BadInput for what cannot be tried.
+    Raises BadInput if there is nothing to choose from.
     """
-    keys = {}
-    if evaluation.checkpoints.is_dir() and not ema(evaluation.config):
-        present = evaluation.average
-        keys["average"] = [present, *(n for n in AVERAGES if n != present and fits(evaluation, n))]
+    present, values = {}, {}
+    if evaluation.is_run and not evaluation.ema:
+        pattern = recipe_average(evaluation.config)[1]
+        there = len(checkpoint_paths(evaluation.checkpoints, pattern))
+        present["average"] = evaluation.average
+        values["average"] = [count for count in AVERAGES if count <= max(1, there)]
     if evaluation.target is not None:
-        keys["generation.lenpen"] = LENPENS
+        values["generation.lenpen"] = LENPENS
     if evaluation.benchmark == "cnn_dm":
-        keys["generation.max_len_b"] = LENGTHS
-    for key in keys.keys() - {"average"}:
-        present = evaluation.generation[key.removeprefix("generation.")]
-        keys[key] = [present, *(value for value in keys[key] if value != present)]
-    for text in given:
-        key, _, values = text.partition("=")
-        known = {f"generation.{name}" for name in evaluation.generation}
-        if key not in keys and key not in known:
-            raise BadInput(f"--try: expected {', '.join(keys)} or generation.KEY, got {key!r}")
-        try:
-            keys[key] = [json.loads(value) for value in values.split(",")]
-        except ValueError:
-            raise BadInput(f"--try: expected {key}=V1,V2 with numbers, got {text!r}") from None
-    if not keys:
+        values["generation.max_len_b"] = LENGTHS
+    for key in values.keys() - present.keys():
+        default = getattr(GenerationConfig, key.removeprefix("generation."))
+        present[key] = OmegaConf.select(evaluation.config, key, default=default)
+    if not values:
         raise BadInput("--tune: expected several checkpoints to choose from, got one")
-    return keys
-
-
-def fits(evaluation, count):
-    """Return whether so many checkpoints are there."""
-    try:
-        return bool(evaluation.paths(count))
-    except BadInput:
-        return False
+    return {key: list(dict.fromkeys([present[key], *some])) for key, some in values.items()}
 
 
 def tune(evaluation, settings, candidates):
@@ -411,23 +317,19 @@ def tune(evaluation, settings, candidates):
     scores the first stays.
     """
     sign = -1 if evaluation.reported == "perplexity" else 1
-    trials, best = [], None
+    trials = []
     for key, values in candidates.items():
         for value in values:
             trial = {**settings, key: value}
-            score = next((each["score"] for each in trials if each["settings"] == trial), None)
-            if score is None:
-                scores = evaluation.score("valid", trial)
-                if evaluation.reported not in scores:
-                    raise BadInput("--tune: expected untokenised references of valid, got none")
-                score = scores[evaluation.reported]["score"]
-                trials.append({"settings": trial, "score": score})
-                told = ", ".join(f"{key} {value}" for key, value in trial.items())
-                title = TITLES[evaluation.reported]
-                print(f"validation: {title} {score:.2f} with {told}", file=sys.stderr)
-            if best is None or sign * score > sign * best[0]:
-                best = score, trial
-        settings = best[1]
+            if any(trial == before["settings"] for before in trials):
+                continue
+            scores = evaluation.score("valid", trial)
+            if evaluation.reported not in scores:
+                raise BadInput("--tune: expected untokenised references of valid, got none")
+            trials.append({"settings": trial, "score": scores[evaluation.reported]["score"]})
+            told = ", ".join(f"{key} {value}" for key, value in trial.items())
+            print(f"validation: {trials[-1]['score']:.2f} with {told}", file=sys.stderr)
+        settings = max(trials, key=lambda trial: sign * trial["score"])["settings"]
     return settings, trials
 
 
@@ -437,13 +339,9 @@ def tune(evaluation, settings, candidates):
 def evaluate(args):
     """Return the result, as in scores.json. Raises BadInput, ValueError or OSError."""
     evaluation = Evaluation(args)
-    if args.candidates and not args.tune:
-        raise BadInput("--try: expected --tune beside it")
-    settings = {"average": evaluation.average}
+    settings, trials = {"average": evaluation.average}, None
     if args.tune:
-        candidates = candidates_of(evaluation, args.candidates)
-        for key in candidates.keys() - settings.keys():
-            settings[key] = evaluation.generation[key.removeprefix("generation.")]
+        candidates = candidates_of(evaluation)
         if "valid" not in evaluation.prepared["lines"]:
             raise BadInput(f"--tune: expected a validation set in {evaluation.data}, got none")
     else:
@@ -451,8 +349,8 @@ def evaluate(args):
     evaluation.output.mkdir(parents=True, exist_ok=True)
     written = evaluation.output / "scores.json"
     written.unlink(missing_ok=True)
-    trials = None
     if args.tune:
+        settings |= {key: values[0] for key, values in candidates.items()}
         settings, trials = tune(evaluation, settings, candidates)
         evaluation.changed.pop("average", None)
     scores = evaluation.score(args.split, settings)
@@ -477,25 +375,23 @@ def evaluate(args):
         result["trials"] = trials
     write_json(written, result)
     if args.results:
-        append_result(Path(args.results), result)
+        append_result(args.results, result)
     return result
 
 
 def table(result):
     """Return the scores for a person."""
-    paths = result["checkpoints"]
-    model = paths[0] if len(paths) == 1 else f"mean of {len(paths)}, {paths[0]} to {paths[-1]}"
-    lines = [f"{result['name']} on {result['split']}, {result['lines']:,} lines", f"  {model}"]
+    lines = [
+        f"{result['name']} on {result['split']}, {result['lines']:,} lines",
+        f"  of {', '.join(result['checkpoints'])}",
+    ]
     told = [f"{key.removeprefix('generation.')} {v}" for key, v in result["settings"].items()]
     lines.append("  " + ", ".join(told) + (" (tuned on validation)" if result["tuned"] else ""))
     if result["changed"] or result["other_data"]:
         others = [f"{key} {value}" for key, value in result["changed"].items()]
         lines.append(f"  not the recipe: {', '.join(others + result['other_data'])}")
-    lines.append("")
     for name, score in result["scores"].items():
-        lines.append(f"  {TITLES[name]:<32}{score['score']:>8.2f}   {score['tool']}")
-    if "tokenised_bleu" in result["scores"] and "sacrebleu" not in result["scores"]:
-        lines.append("  no detokenised scores: the data has no untokenised references")
+        lines.append(f"  {name:<32}{score['score']:>8.2f}   {score['tool']}")
     return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ from pipeline.common import command
 from pipeline.common.files import read_json
 from pipeline.common.paths import ROOT
 from pipeline.common.tables import markdown
+from pipeline.recipes.ablation import in_words
 from pipeline.recipes.config import from_header
 
 NOTHING = "not yet measured"
@@ -67,18 +68,11 @@ def paper(name):
     return numbers[0] + (f" ({numbers[1]})" if numbers[1:] else "")
 
 
-def read_results(path, kind):
-    """Return the JSON in `path`, or an empty `kind` without a file. Raises ValueError."""
-    value = read_json(path) if path.exists() else kind()
-    if not isinstance(value, kind):
-        raise ValueError(f"{path}: expected a JSON {kind.__name__}, got another")
-    return value
-
-
 def measured(name, scores, folder):
     """Return ``(cell, notes)``: the last scores of the recipe as it is, and a note on others."""
     cell, notes = NOTHING, []
-    for result in read_results(folder / f"{name}.json", list):
+    path = folder / f"{name}.json"
+    for result in read_json(path) if path.exists() else []:
         others = [*result["changed"], *result["other_data"]]
         if result["split"] != "test":
             others.append(f"scored on {result['split']}")
@@ -90,25 +84,6 @@ def measured(name, scores, folder):
         else:
             cell = "/".join(f"{value:.2f}" for value in values)
     return cell, notes
-
-
-def ablation_cell(result):
-    """Return mean and deviation of the seeds of a row of Table 7."""
-    if result is None:
-        return NOTHING
-    seeds = f"{len(result['seeds'])} seed" + "s" * (len(result["seeds"]) > 1)
-    if result["mean"] is None:
-        return f"diverges ({seeds})"
-    cell = f"{result['mean']:.2f}"
-    if result["deviation"] is not None:
-        cell += f" +- {result['deviation']:.2f}"
-    diverged = f", {result['diverged']} diverged" if result["diverged"] else ""
-    return f"{cell} ({seeds}{diverged})"
-
-
-def titled(title, headings, rows):
-    """Return a table in Markdown with its title."""
-    return f"**{title}**\n\n" + markdown(headings, rows)
 
 
 def tables(folder):
@@ -126,14 +101,19 @@ def tables(folder):
                 row += [paper(f"{benchmark}/{system}"), cell]
                 notes += more
             rows.append(row)
-        texts.append(titled(title, headings, rows))
-    results = read_results(folder / "iwslt14_de_en/ablation.json", dict)
-    rows = [
-        [label, paper(f"iwslt14_de_en/{row}"), ablation_cell(results.get(row))]
-        for label, row in ABLATION.items()
-    ]
-    title = "Table 7: ablation on IWSLT De-En, validation BLEU"
-    texts.append(titled(title, ["", "paper", "measured"], rows))
+        texts.append(f"**{title}**\n\n" + markdown(headings, rows))
+    path = folder / "iwslt14_de_en/ablation.json"
+    results = read_json(path) if path.exists() else {}
+    rows = []
+    for label, row in ABLATION.items():
+        cell, result = NOTHING, results.get(row)
+        if result and (result["changed"] or result["other_data"]):
+            notes.append(f"{row}: {', '.join([*result['changed'], *result['other_data']])}")
+        elif result:
+            cell = f"{in_words(result)} (seeds: {len(result['seeds'])})"
+        rows.append([label, paper(f"iwslt14_de_en/{row}"), cell])
+    title = "**Table 7: ablation on IWSLT De-En, validation BLEU**"
+    texts.append(f"{title}\n\n" + markdown(["", "paper", "measured"], rows))
     if notes:
         listed = "\n".join(f"- {note}" for note in notes)
         texts.append(f"Results that are not of a recipe as it is:\n\n{listed}")

@@ -8,22 +8,12 @@ import sacrebleu
 from talk_fairseq.rouge import rouge
 from talk_fairseq.rouge import version as rouge_version
 
-# The score that the papers report of a benchmark; of others, tokenised BLEU or perplexity.
+# The score that the papers report of a benchmark; of others, tokenised BLEU.
 REPORTED = {
+    "wikitext103": "perplexity",
     "wmt16_en_de": "compound_split_tokenised_bleu",
     "wmt17_zh_en": "sacrebleu",
     "cnn_dm": "rouge_lsum",
-}
-TITLES = {
-    "tokenised_bleu": "tokenised BLEU",
-    "compound_split_tokenised_bleu": "compound-split tokenised BLEU",
-    "sacrebleu": "sacreBLEU (detokenised)",
-    "chrf": "chrF (detokenised)",
-    "rouge_1": "ROUGE-1",
-    "rouge_2": "ROUGE-2",
-    "rouge_l": "ROUGE-L",
-    "rouge_lsum": "ROUGE-Lsum",
-    "perplexity": "perplexity per word",
 }
 
 
@@ -88,5 +78,5 @@ def detokenise(lines, language):
     """Return Moses tokens as plain text."""
     from sacremoses import MosesDetokenizer
 
-    moses = MosesDetokenizer("en" if language == "target" else language)  # target: of CNN-DM
+    moses = MosesDetokenizer(language)
     return [moses.detokenize(line.split()) for line in lines]

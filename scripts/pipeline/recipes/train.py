@@ -23,19 +23,8 @@ from pipeline.recipes.config import (
 )
 
 DESCRIPTION = """\
-Trains the model of configs/NAME.yaml, on the CPU, on one GPU, on several, or on several nodes.
-NAME may also be the path of a YAML file of yours for fairseq-hydra-train.
-The batch of an update is the recipe's on any number of devices: gradients are accumulated over
-as many steps as that takes. Run it again to resume. TensorBoard's logs are written beside the
-checkpoints.
-"""
-EXAMPLES = """\
-examples:
-  scripts/train.sh iwslt14_de_en/talkconv
-  scripts/train.sh wmt16_en_de/talkconv --devices 4 --precision bf16
-  scripts/train.sh wmt16_en_de/talkconv dataset.max_tokens=1792       # for half the memory
-  scripts/train.sh wmt16_en_de/talkconv --nodes 2 --rendezvous node1  # the same on each node
-  scripts/train.sh iwslt14_de_en/talkconv --cpu optimization.max_update=10
+Trains the model of configs/NAME.yaml on the CPU, on one GPU, several, or several nodes. The batch
+of an update is the recipe's on any number of devices. Run it again to resume.
 """
 
 # What may change when a run goes on.
@@ -48,38 +37,26 @@ MAY_CHANGE = HARMLESS | {
 
 
 def parse(arguments):
-    parser = command.parser("train.sh", DESCRIPTION, EXAMPLES)
+    parser = command.parser("train.sh", DESCRIPTION)
+    count = command.positive(int)
     add = parser.add_argument
     add("name", metavar="NAME", help="a file of configs/, without .yaml, or the path of a YAML")
     add("overrides", nargs="*", metavar="GROUP.KEY=VALUE", help="options that replace the config's")
     add("--data", help="binarised data (default: the config's, or data-bin/BENCHMARK)")
     add("--save-dir", help="folder of the run (default: the config's, or checkpoints/NAME)")
-    add("--devices", type=int, metavar="N", help="GPUs of this node to use (default: all)")
+    add("--devices", type=count, metavar="N", help="GPUs of this node to use (default: all)")
     add("--cpu", action="store_true", help="use no GPU; --devices are then processes (default: 1)")
-    add("--nodes", type=int, default=1, metavar="N", help="number of nodes")
+    add("--nodes", type=count, default=1, metavar="N", help="number of nodes")
     add("--rendezvous", metavar="HOST[:PORT]", help="the node of --nodes where all of them meet")
-    add("--precision", choices=("fp32", "fp16", "bf16"), help="numbers to train with (default: the "
-        "config's on a GPU, fp32 on the CPU)")  # fmt: skip
-    add("--restarts", type=int, default=0, metavar="N", help="start again from the last checkpoint "
-        "when a process dies, up to N times (default: 0)")  # fmt: skip
+    add("--precision", choices=("fp32", "fp16", "bf16"), help="(default: the config's; CPU: fp32)")
+    add("--restarts", type=int, default=0, metavar="N", help="go on when a process dies, N times")
     add("--dry-run", action="store_true", help="print the command and stop")
     return parser.parse_intermixed_args(arguments)
-
-
-def check_data(name, data):
-    """Raise BadInput unless `data` is a folder of fairseq-preprocess."""
-    if not list(data.glob("dict*.txt")):
-        prepare = ROOT / f"scripts/prepare_{name.partition('/')[0]}.sh"
-        how = f"make it with scripts/{prepare.name}" if prepare.exists() else "give --data"
-        state = "one without dict*.txt" if data.is_dir() else "none"
-        raise BadInput(f"--data: expected binarised data in {data}, got {state}; {how}")
 
 
 def check_folder(save_dir, trained):
     """Raise BadInput if `save_dir` holds the run of another config than `trained`."""
     record = save_dir / "trained.yaml"
-    if save_dir.exists() and not save_dir.is_dir():
-        raise BadInput(f"--save-dir: expected a folder, got the file {save_dir}")
     if record.exists():
         for key, (before, here) in differences(OmegaConf.load(record), trained, MAY_CHANGE).items():
             raise BadInput(
@@ -105,9 +82,6 @@ def choose_devices(args, recipe, config):
 
     A dry run takes the given number of GPUs to be there. Raises BadInput if there are too few.
     """
-    for option in ("devices", "nodes"):
-        if (count := getattr(args, option)) is not None and count < 1:
-            raise BadInput(f"--{option}: expected at least 1, got {count}")
     if args.cpu:
         return True, args.devices or 1
     if args.dry_run and args.devices:
@@ -115,58 +89,39 @@ def choose_devices(args, recipe, config):
     found = gpus()
     if args.devices and args.devices > found:
         raise BadInput(
-            f"--devices: expected at most the {found} GPUs of this machine, got {args.devices}"
-            + ("; add --cpu for so many processes without a GPU" if found == 0 else "")
+            f"--devices: expected at most the {found} GPUs of this machine, got {args.devices}; "
+            "--cpu uses processes instead"
         )
     if args.devices or found == 0:
         return found == 0, args.devices or 1
-    sharing = [n for n in range(1, found + 1) if shared_evenly(recipe, config, n * args.nodes)]
+    sharing = [n for n in range(1, found + 1) if steps_of(recipe, config, n * args.nodes)]
     return False, max(sharing, default=found)
 
 
-def step_of(config):
+def most_tokens(config):
     """Return the most tokens of a step of a process. Raises BadInput without such a limit."""
-    tokens = OmegaConf.select(config, "dataset.max_tokens")
-    if tokens is None:
-        raise BadInput(
-            "dataset.max_tokens: expected a number, by which the batch of an update is counted, "
-            "got none; optimization.update_freq=[N] sets another batch"
-        )
-    return tokens
+    if tokens := OmegaConf.select(config, "dataset.max_tokens"):
+        return tokens
+    raise BadInput(
+        "dataset.max_tokens: expected a number, by which the batch of an update is counted, got "
+        "none; optimization.update_freq=[N] sets another batch"
+    )
 
 
 def whole_batch(recipe):
     """Return the most tokens that an update of the recipe sees; one step of one process each."""
     steps = OmegaConf.select(recipe, "optimization.update_freq") or [1]
     processes = OmegaConf.select(recipe, "distributed_training.distributed_world_size") or 1
-    return step_of(recipe) * steps[0] * processes
+    return most_tokens(recipe) * steps[0] * processes
 
 
-def shared_evenly(recipe, config, processes):
-    """Return whether so many processes make up the recipe's batch, which is counted in tokens."""
-    return whole_batch(recipe) % (step_of(config) * processes) == 0
-
-
-def accumulation(recipe, config, processes):
+def steps_of(recipe, config, processes):
     """Return over how many steps each process accumulates gradients for the recipe's batch.
 
-    Raises BadInput if the processes cannot share it evenly.
+    It is counted in tokens. Returns None if so many processes cannot share it evenly.
     """
-    batch, step = whole_batch(recipe), step_of(config)
-    if shared_evenly(recipe, config, processes):
-        return batch // (step * processes)
-    steps, left = divmod(batch, step)
-    counts = [str(n) for n in range(1, 65) if steps % n == 0 and not left]
-    share, uneven = divmod(batch, processes)
-    tokens = next((n for n in range(step, 99, -1) if share % n == 0), None)
-    hints = [f"these fit: {', '.join(counts)}"] if counts else []
-    if tokens and not uneven:
-        hints.append(f"{processes} fit with dataset.max_tokens={tokens}")
-    hints.append("optimization.update_freq=[N] sets another batch")
-    raise BadInput(
-        f"--devices: expected devices that share the batch of {batch:,} tokens in steps of "
-        f"{step:,}, got {processes}; {'; '.join(hints)}"
-    )
+    steps, rest = divmod(whole_batch(recipe), most_tokens(config) * processes)
+    return None if rest else steps
 
 
 def hydra_value(value):
@@ -186,8 +141,6 @@ def plan(args):
     on_cpu, devices = choose_devices(args, recipe, config)
     if args.nodes > 1 and not args.rendezvous:
         raise BadInput("--rendezvous: expected HOST[:PORT] with --nodes, got none")
-    if args.restarts < 0:
-        raise BadInput(f"--restarts: expected at least 0, got {args.restarts}")
     processes = devices * args.nodes
 
     data = args.data or OmegaConf.select(config, "task.data")
@@ -196,7 +149,8 @@ def plan(args):
     save_dir = Path(save_dir or ROOT / "checkpoints" / name).absolute()
     trained = OmegaConf.merge({"name": name}, config)
     if not args.dry_run:
-        check_data(name, data)
+        if not list(data.glob("dict*.txt")):
+            raise BadInput(f"--data: expected binarised data, with dict*.txt, in {data}, got none")
         check_folder(save_dir, trained)
 
     options = {
@@ -208,7 +162,15 @@ def plan(args):
         "distributed_training.distributed_world_size": processes,
     }
     if not any(re.match(r"\+*optimization\.update_freq=", given) for given in args.overrides):
-        options["optimization.update_freq"] = [accumulation(recipe, config, processes)]
+        steps = steps_of(recipe, config, processes)
+        if not steps:
+            fit = [str(n) for n in range(1, 65) if steps_of(recipe, config, n)]
+            raise BadInput(
+                f"--devices: expected as many as share the batch of {whole_batch(recipe):,} tokens "
+                f"in steps of {most_tokens(config):,} ({', '.join(fit)}), got {processes}; "
+                "dataset.max_tokens=N sets other steps, optimization.update_freq=[N] another batch"
+            )
+        options["optimization.update_freq"] = [steps]
     precision = args.precision or ("fp32" if on_cpu else None)
     if on_cpu and precision == "fp16":
         raise BadInput("--precision: expected fp32 or bf16 on the CPU, got fp16")
@@ -226,26 +188,24 @@ def plan(args):
                 "distributed_training.distributed_no_spawn": "true",
             }
 
-    # Nodes with this id form one run: another may use the same HOST[:PORT].
-    meeting_id = name.replace("/", ".") + "-" + hashlib.sha256(bytes(save_dir)).hexdigest()[:8]
     programs = Path(sys.executable).parent
     words = [programs / "fairseq-hydra-train"]
     if processes > 1 or args.restarts:
-        host, _, port = (args.rendezvous or "").partition(":")
-        meeting = (
-            ["--standalone"]
-            if args.nodes == 1
-            else ["--nnodes", args.nodes, "--rdzv-backend", "c10d", "--rdzv-id", meeting_id]
-            + ["--rdzv-endpoint", f"{host}:{port or 29500}"]
-        )
-        meeting += ["--max-restarts", args.restarts] if args.restarts else []
+        meeting = ["--standalone"]
+        if args.nodes > 1:
+            # Nodes with this id form one run: another may use the same HOST[:PORT].
+            own = hashlib.sha256(bytes(save_dir)).hexdigest()[:8]
+            host, _, port = args.rendezvous.partition(":")
+            meeting = ["--nnodes", args.nodes, "--rdzv-backend", "c10d"]
+            meeting += ["--rdzv-id", f"{name.replace('/', '.')}-{own}"]
+            meeting += ["--rdzv-endpoint", f"{host}:{port or 29500}"]
+        if args.restarts:
+            meeting += ["--max-restarts", args.restarts]
         words = [programs / "torchrun", *meeting, "--nproc-per-node", devices, *words]
     path = find_config(args.name)[1]
     words += ["--config-dir", path.parent, "--config-name", path.stem]
-    words += [f"++{key}={hydra_value(value)}" for key, value in options.items()]
-    for override in args.overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        words.append(f"++{key}={hydra_value(value)}")
+    given = [override.lstrip("+").partition("=")[::2] for override in args.overrides]
+    words += [f"++{key}={hydra_value(value)}" for key, value in [*options.items(), *given]]
 
     environment = {"PYTHONWARNINGS": "ignore"}  # fairseq calls much that PyTorch has deprecated
     if on_cpu:
