@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from pipeline.benchmarks.harness import Unavailable, refuse_too_large
+from pipeline.benchmarks.harness import Unavailable
 from talk_fairseq import talk_conv
 
 WINDOW = 31  # largest window to either side
@@ -40,7 +40,10 @@ class Case:
 
     def needs(self, elements):
         """Raise Unavailable where a CPU's memory lacks room for so many elements."""
-        refuse_too_large(elements * self.dtype.itemsize, 0.7, self.device)
+        if self.device == "cpu" and "SC_AVPHYS_PAGES" in os.sysconf_names:
+            room = 0.7 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+            if (needed := elements * self.dtype.itemsize) > room:
+                raise Unavailable(f"out of memory: needs {needed / 2**30:.0f} GiB")
 
 
 def copy(case):
@@ -107,16 +110,12 @@ def unfold(x, K):
 
 
 def refuse_wrapped_offsets(windows):
-    """Raise Unavailable where the gradient of `windows` would be written past its end on CUDA.
+    """Raise Unavailable where PyTorch 2.13 writes the gradient of `windows` past its end.
 
-    PyTorch 2.13 sends a bmm over an inner dimension of 1, as in the backward pass of a product with
-    one column, to a Triton kernel with offsets of 32 bits (pytorch#196431). Below that size it is
-    right, and can be several times as fast as what PyTorch calls with the variable set, and a peer
-    should be at its best.
+    On CUDA it has offsets of 32 bits for such a product with one column (pytorch#196431).
     """
-    wraps = windows.is_cuda and windows.requires_grad and windows.numel() > 2**31
-    if wraps and os.environ.get("TORCH_DISABLE_NATIVE_JIT") != "1":
-        raise Unavailable("over 2^31 elements: needs TORCH_DISABLE_NATIVE_JIT=1")
+    if windows.is_cuda and windows.requires_grad and windows.numel() > 2**31:
+        raise Unavailable("over 2^31 elements")
 
 
 def dynamic_conv_unfolded(case, K):
@@ -167,15 +166,6 @@ def depthwise_conv1d(case, K):
     return function, (case.random(case.B, case.C, case.T), case.random(case.C, 1, K))
 
 
-def causal_conv1d(case):
-    """Build the package causal_conv1d's operator, where it is installed."""
-    try:
-        from causal_conv1d import causal_conv1d_fn
-    except ImportError:
-        raise Unavailable("not installed") from None
-    return causal_conv1d_fn, (case.random(case.B, case.C, case.T), case.random(case.C, 4))
-
-
 # name -> (builder, how time grows with T)
 PEERS = {
     "copy": (copy, 1),
@@ -190,5 +180,4 @@ PEERS = {
     "DynamicConv k=31, band": (partial(dynamic_conv_band, K=31), 2),
     "LightConv k=31, unfolded": (partial(light_conv_unfolded, K=31), 1),
     "depthwise conv1d k=31": (partial(depthwise_conv1d, K=31), 1),
-    "causal_conv1d k=4": (causal_conv1d, 1),
 }
