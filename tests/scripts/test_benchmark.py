@@ -218,14 +218,6 @@ def test_what_is_too_large_or_too_slow_says_so(benchmark, peers):
         peers.self_attention(huge)
 
 
-def test_gradients_that_pytorch_would_write_elsewhere_are_refused(peers):
-    windows = SimpleNamespace(is_cuda=True, requires_grad=True, numel=lambda: 2**31 + 1)
-    for fine in ({"is_cuda": False}, {"requires_grad": False}, {"numel": lambda: 2**31}):
-        peers.refuse_wrapped_offsets(SimpleNamespace(**{**vars(windows), **fine}))
-    with pytest.raises(peers.Unavailable, match="2.31 elements"):
-        peers.refuse_wrapped_offsets(windows)
-
-
 def test_the_published_method_is_the_same_operator(peers, case):
     function, inputs = peers.published_method(case)
     ours, _ = peers.talk(case)

@@ -24,6 +24,7 @@ if name == "good":
     cell = {"T": 10, "results": {"a": {"of_a_copy": 0.91}, "b": {"error": "too slow"}}}
     goals = [{"goal": "a copy", "at least": 0.85, "measured": 0.91, "met": "yes"}]
     json.dump({"cells": [cell], "goals": goals}, open(f"{prefix}.json", "w"))
+    print("| a | 0.91 |")
     open(f"{prefix}.png", "w")
 elif name == "failing":
     raise ValueError("the kernel is wrong")
@@ -88,15 +89,14 @@ def test_the_stages_in_turn(script, tmp_path, capsys):
     assert good["state"] == "done" and good["result"]["goals"][0]["met"] == "yes"
     assert (failing["state"], failing["why"]) == ("failed", "exit status 1")
     assert endless["state"] == "stopped" and "what would follow is left out" in endless["why"]
-    assert 2 < endless["seconds"] < 5  # a third of what was left
     assert endless["result"]["cells"][0]["T"] == 5  # what it wrote when it was interrupted
     assert not is_running((tmp_path / "out/endless.log").read_text().split()[0])
     assert last["state"] == "done" and last["result"] is None
     assert missing["state"] == "left out" and missing["why"] == "needs nvlink9"
 
     page = (tmp_path / "out/report.md").read_text()
-    assert "| a | 0.91      |          |\n| b |           | too slow |" in page
-    assert "| a copy | 0.85     | 0.91     | yes |" in page and "(good.png)" in page
+    assert "card               played\n" in page
+    assert "(good.png)\n\n```\n| a | 0.91 |\n```\n" in page
     assert "ValueError: the kernel is wrong" in page and "```\n12 passed\n```" in page
     assert "left out needs nvlink9" in page
     assert "failed exit status 1" in capsys.readouterr().out
@@ -149,7 +149,9 @@ def test_a_benchmark_needs_no_more_than_torch(tmp_path):
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
-    assert "no picture: " in done.stdout and [p.name for p in tmp_path.iterdir()] == ["x.json"]
+    assert "x.json and no picture: " in done.stdout and [p.name for p in tmp_path.iterdir()] == [
+        "x.json"
+    ]
 
 
 def test_commands_of_the_stages():

@@ -175,7 +175,6 @@ def parse(arguments=None):
         parser.add_argument(option, type=several(positive(int)), default=default, help=text)
     parser.add_argument("--dtype", choices=TOLERANCES, default="float32", help="default: float32")
     args = parser.parse_args(arguments)
-    args.device = harness.device_of(args)
     args.sizes = models.chosen_sizes(parser, args, Sizes())
     return args
 
@@ -184,12 +183,9 @@ def main(arguments=None):
     """Run the command; `arguments` are those of the command line by default."""
     args = parse(arguments)
     task = models.build_task(args.sizes.vocabulary)
-    for beam in args.beams:
-        build_checked(task, beam, args)  # all, before anything is measured
     facts = {"dtype": args.dtype, "sizes": asdict(args.sizes)}
     with harness.Report(args, models.figure, **facts) as report:
-        print(f"Decoding equals a full pass in {args.dtype}. Measuring on {report.where}; "
-              f"{args.sizes}.", flush=True)  # fmt: skip
+        print(f"Measuring {args.dtype} on {report.where}; {args.sizes}.", flush=True)
         for beam in args.beams:
             # A model of its own for each beam: fairseq's generator may leave its beam in a model.
             built = build_checked(task, beam, args)

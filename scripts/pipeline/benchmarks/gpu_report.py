@@ -29,7 +29,7 @@ from pipeline.common.files import read_json, write_json, write_whole
 from pipeline.common.machine import versions
 from pipeline.common.paths import ROOT
 
-TAIL = 100  # lines of a stage's output that the page shows
+TAIL = 1000  # lines of a stage's output that the page shows
 
 
 class Stage(NamedTuple):
@@ -101,9 +101,9 @@ def missing(stage):
 # --- One stage after the other ---
 
 
-def run_stage(stage, seconds, prefix):
+def run_stage(command, seconds, prefix):
     """Run a stage in a process of its own, for so many seconds: ``(state, why)``."""
-    command = stage.command.replace("PREFIX", shlex.quote(str(prefix)))
+    command = command.replace("PREFIX", shlex.quote(str(prefix)))
     words = shlex.split(command.replace("PYTHON", shlex.quote(sys.executable)))
     for old in prefix.parent.glob(f"{prefix.name}.*"):
         old.unlink()
@@ -127,52 +127,48 @@ def run_stage(stage, seconds, prefix):
 
 def report(found, folder, end):
     """Run the stages until `end` at most, and write what they find into `folder`."""
-    record = {"environment": found, "stages": []}
-    for stage in STAGES:
-        why = missing(stage)
-        entry = {"name": stage.name, "title": stage.title, "why": why, "seconds": 0}
-        record["stages"].append(entry | {"state": "left out" if why else "not reached"})
-    waiting = [pair for pair in zip(STAGES, record["stages"]) if not pair[1]["why"]]
+    stages = [stage._asdict() | {"state": "left out", "why": missing(stage)} for stage in STAGES]
+    waiting = [stage for stage in stages if not stage["why"]]
+    for stage in waiting:
+        stage["state"] = "not reached"
     folder.mkdir(parents=True, exist_ok=True)
-    for i, (stage, entry) in enumerate(waiting):
-        start = time.monotonic()
-        seconds = (end - start) * stage.share / sum(other.share for other, _ in waiting[i:])
-        print(f"== {stage.title} ({seconds:.0f} s at most)", flush=True)
-        entry["state"] = "interrupted"  # until it has ended
+    for i, stage in enumerate(waiting):
+        left = end - time.monotonic()
+        seconds = left * stage["share"] / sum(other["share"] for other in waiting[i:])
+        print(f"== {stage['title']} ({seconds:.0f} s at most)", flush=True)
+        stage["state"], prefix = "interrupted", folder / stage["name"]  # until it has ended
         try:
-            entry["state"], entry["why"] = run_stage(stage, max(seconds, 0.1), folder / stage.name)
+            stage["state"], stage["why"] = run_stage(stage["command"], max(seconds, 0.1), prefix)
         finally:
-            entry["seconds"] = round(time.monotonic() - start, 1)
-            result = folder / f"{stage.name}.json"
-            entry["result"] = read_json(result) if result.exists() else None
+            result = prefix.with_suffix(".json")
+            stage["result"] = read_json(result) if result.exists() else None
+            record = {"environment": found, "stages": stages}
             write_json(folder / "report.json", record)
             write_whole(folder / "report.md", "\n".join(page(record, folder)) + "\n")
-        print(f"   {entry['state']} {entry['why']}", flush=True)
+        print(f"   {stage['state']} {stage['why']}", flush=True)
 
 
 # --- The page ---
 
 
 def page(record, folder):
-    """Yield the report in Markdown, in lines."""
-    from pipeline.benchmarks.harness import cell_table, table, title
-
-    yield "# What TaLK convolutions do on this GPU\n"
-    yield from table([{"": key, "found": value} for key, value in record["environment"].items()])
+    """Yield the report in Markdown, in lines: what each stage prints, and its picture."""
+    yield "# What TaLK convolutions do on this GPU\n\n```"
+    yield from in_lines(record["environment"])
     for stage in record["stages"]:
-        name, result = stage["name"], stage.get("result")
-        yield f"\n## {stage['title']}\n\n{stage['state']} {stage['why']}, {stage['seconds']} s\n"
-        if result:
-            for cell in result["cells"]:
-                yield from (f"\n{title(cell)}\n", *cell_table(cell))
-            if goals := result.get("goals"):
-                yield from ("\nThe project's goals:\n", *table(goals))
-        if not result or stage["state"] != "done":
-            log = folder / f"{name}.log"
-            lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-            yield from ("```", *lines[-TAIL:], "```")
-        if (folder / f"{name}.png").exists():
-            yield f"\n![the same in a picture]({name}.png)"
+        log, picture = (folder / f"{stage['name']}.{end}" for end in ("log", "png"))
+        yield f"```\n\n## {stage['title']}\n\n{stage['state']} {stage['why']}\n"
+        if picture.exists():
+            yield f"![the same in a picture]({picture.name})\n"
+        yield "```"
+        if log.exists():
+            yield from log.read_text(errors="replace").splitlines()[-TAIL:]
+    yield "```"
+
+
+def in_lines(found):
+    """Return what `environment` has found as lines of text."""
+    return [f"{key:18} {value}" for key, value in found.items()]
 
 
 def main(arguments=None):
@@ -190,7 +186,7 @@ def main(arguments=None):
         found = environment()
     except ImportError as error:
         raise SystemExit(f"gpu_report.sh: expected torch and NumPy, got {error}") from None
-    print("\n".join(f"{key:18} {value}" for key, value in found.items()))
+    print(*in_lines(found), sep="\n")
     if args.dry_run or found["card"] == "none":
         print(f"\nOn a GPU this would take {args.minutes:g} minutes and fill {args.out}:\n")
         for stage in STAGES:

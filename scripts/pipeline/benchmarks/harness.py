@@ -45,18 +45,13 @@ def failures_as_unavailable():
 # --- Time ---
 
 
-def synchronize():
-    """Wait for the GPU, where one is in use."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
 def timed(step):
     """Return ``(seconds, result)`` of one call of `step`, with its work on a GPU."""
-    synchronize()
+    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
+    wait()
     start = time.perf_counter()
     result = step()
-    synchronize()
+    wait()
     return time.perf_counter() - start, result
 
 
@@ -226,9 +221,7 @@ class Report:
     """
 
     def __init__(self, args, figure, **facts):
-        self.json, self.png = (
-            args.output.with_name(args.output.name + end) for end in (".json", ".png")
-        )
+        self.json, self.png = (Path(f"{args.output}{end}") for end in (".json", ".png"))
         versions = {"machine": machine(args.device), "torch": torch.__version__}
         self.figure, self.cells = figure, []
         self.where = "{machine}, torch {torch}".format(**versions)
@@ -252,7 +245,7 @@ class Report:
 
             save_figure(self.figure(self.cells), self.png)
         except ImportError as error:  # scripts/gpu_report.sh runs without matplotlib
-            print(f"no picture: {error}")
+            self.png = f"no picture: {error}"
         print(f"\nwritten: {self.json} and {self.png}")
 
 
@@ -263,17 +256,14 @@ def option_parser(name, description, turns, limit, output):
     """Return a parser for ``scripts/NAME`` with the options that all benchmarks have."""
     options = parser(name, description)
     add = options.add_argument
-    add("--cpu", action="store_true", help="measure the CPU where there is a GPU")
+    add("--cpu", dest="device", action="store_const", const="cpu",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="measure the CPU where there is a GPU")  # fmt: skip
     add("--turns", type=positive(int), default=turns, help=f"for medians (default: {turns})")
     add("--limit", type=float, default=limit, metavar="SECONDS",
         help=f"leave out what takes longer once (default: {limit})")  # fmt: skip
     add("--output", type=Path, default=Path(output), metavar="PREFIX", help=f"default: {output}")
     return options
-
-
-def device_of(args):
-    """Return "cuda" where there is a GPU and `args` have no --cpu, else "cpu"."""
-    return "cuda" if torch.cuda.is_available() and not args.cpu else "cpu"
 
 
 def several(kind):

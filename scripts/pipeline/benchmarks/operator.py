@@ -55,9 +55,7 @@ def parse(arguments=None):
     for name, letter, size in zip(("batch", "channels", "heads"), "BCH", SIZES):
         add(f"--{name}", type=positive(int), default=size, help=f"{letter} (default: {size})")
     add("--only", default="", metavar="REGEX", help="peers with this in their name")
-    args = parser.parse_args(arguments)
-    args.device = harness.device_of(args)
-    return args
+    return parser.parse_args(arguments)
 
 
 def main(arguments=None):
@@ -76,5 +74,7 @@ def main(arguments=None):
                 report.record["goals"] = goals_of(report.cells, args.device)
             report.save()
             print(f"\n{harness.title(cell)}", *harness.cell_table(cell), sep="\n", flush=True)
+    if not report.cells:
+        raise SystemExit("nothing was measured")
     if goals := report.record.get("goals"):
         print("\nThe project's goals:", *harness.table(goals), sep="\n")

@@ -51,11 +51,11 @@ def copy(case):
     return torch.clone, (case.x,)
 
 
-def talk(case):
-    """Build talk_conv with windows of 31 to either side."""
+def talk(case, window=WINDOW):
+    """Build talk_conv with windows of 31 to either side, or of another size."""
 
     def function(x, offset_left, offset_right):
-        return talk_conv(x, offset_left, offset_right, WINDOW, WINDOW)
+        return talk_conv(x, offset_left, offset_right, window, window)
 
     return function, (case.x, case.offset_left, case.offset_right)
 
@@ -105,17 +105,11 @@ def sdpa(case):
 def unfold(x, K):
     """Return (T, B, C, K), the K rows of `x` (T, B, C) around each time step, as fairseq does."""
     T, B, C = x.shape
+    # PyTorch 2.13 writes gradients of such products past their end on CUDA (pytorch#196431).
+    if x.is_cuda and x.requires_grad and x.numel() * K > 2**31:
+        raise Unavailable("over 2^31 elements")
     padded = F.pad(x, (0, 0, 0, 0, K // 2, K - 1 - K // 2))
     return padded.as_strided((T, B, C, K), (B * C, C, 1, B * C))
-
-
-def refuse_wrapped_offsets(windows):
-    """Raise Unavailable where PyTorch 2.13 writes the gradient of `windows` past its end.
-
-    On CUDA it has offsets of 32 bits for such a product with one column (pytorch#196431).
-    """
-    if windows.is_cuda and windows.requires_grad and windows.numel() > 2**31:
-        raise Unavailable("over 2^31 elements")
 
 
 def dynamic_conv_unfolded(case, K):
@@ -123,7 +117,6 @@ def dynamic_conv_unfolded(case, K):
 
     def function(x, kernels):
         windows = unfold(x, K).reshape(-1, case.R, K)
-        refuse_wrapped_offsets(windows)
         return torch.bmm(windows, kernels.softmax(-1).view(-1, K, 1)).view_as(x)
 
     case.needs(2 * K * case.x.numel())
@@ -150,7 +143,6 @@ def light_conv_unfolded(case, K):
 
     def function(x, kernels):
         windows = unfold(x, K).reshape(case.T * case.B, case.H, case.R, K)
-        refuse_wrapped_offsets(windows)
         return torch.einsum("nhrk,hk->nhr", windows, kernels.softmax(-1)).reshape_as(x)
 
     case.needs(2 * K * case.x.numel())
@@ -170,6 +162,8 @@ def depthwise_conv1d(case, K):
 PEERS = {
     "copy": (copy, 1),
     "TaLK": (talk, 1),
+    "TaLK, windows of 3": (partial(talk, window=3), 1),
+    "TaLK, windows of 1,000": (partial(talk, window=1000), 1),
     GRAPH: (talk, 1),
     PUBLISHED: (published_method, 1),
     "self-attention": (self_attention, 2),

@@ -217,7 +217,6 @@ def parse(arguments=None):
     args = parser.parse_args(arguments)
 
     lm = args.task == "lm"
-    args.device = harness.device_of(args)
     if args.device == "cpu" and "float16" in (args.precisions or ()):
         parser.error("--precisions: expected a GPU for float16, got a CPU")
     on_gpu = ["float16", "bfloat16"] if args.device == "cuda" else []
