@@ -160,7 +160,8 @@ def measure(built, task, cell, args, report):
 
         return step
 
-    models.measure(cell, prepare, {"sentences": B, "tokens": B * (length + 1)}, args, report)
+    amounts = {"sentences": B, "tokens": B * (length + 1)}
+    models.measure(cell, prepare, amounts, args, report, enough=args.limit / 4)
 
 
 def parse(arguments=None):

@@ -67,13 +67,14 @@ def in_turn(steps, turns):
         yield from names[first:] + names[:first]
 
 
-def measure(results, steps, turns, limit, report=None):
+def measure(results, steps, turns, enough, report=None):
     """Put into the rows of `results` the "turns" that `steps` take, in seconds.
 
     Args:
         results: {name: row}; of a step that fails, the row becomes {"error": why}.
-        steps: {name: callable that does the work once and returns its seconds}. One that fails,
-            or takes over a quarter of the `limit`, takes no further turn, and is deleted.
+        steps: {name: callable that does the work once and returns its seconds}. One that fails
+            takes no further turn, and is deleted.
+        enough: a step that takes longer than so many seconds takes no further turn, either.
         report: called after each step.
     """
     for name in in_turn(steps, turns):
@@ -85,7 +86,7 @@ def measure(results, steps, turns, limit, report=None):
             del steps[name]
         else:
             results[name].setdefault("turns", []).append(seconds)
-            if seconds > limit / 4:
+            if seconds > enough:
                 del steps[name]
         if report is not None:
             report()

@@ -1,5 +1,6 @@
 """The models that training and decoding are measured with, and what both measure alike."""
 
+import math
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -108,7 +109,7 @@ def build(cfg, task, band=()):
 # --- Measuring ---
 
 
-def measure(cell, prepare, amounts, args, report):
+def measure(cell, prepare, amounts, args, report, enough=math.inf):
     """Measure each of ``args.models`` in turn: a cell of the `report`, which is printed.
 
     Args:
@@ -116,6 +117,7 @@ def measure(cell, prepare, amounts, args, report):
         prepare: ``prepare(name, row)`` warms a model up, and returns a step for harness.measure.
             It may add to the model's row, and raises Unavailable where it cannot run.
         amounts: {name: amount that a step works on}.
+        enough: see harness.measure.
     """
     results, steps = {}, {}
     report.cells.append(cell | {"results": results})
@@ -137,7 +139,7 @@ def measure(cell, prepare, amounts, args, report):
 
     profiled = dict(steps) if args.profile else {}
     try:
-        harness.measure(results, steps, args.turns, args.limit, save)
+        harness.measure(results, steps, args.turns, enough, save)
     finally:
         show_progress()
         print(f"\n{harness.title(cell)}", *harness.cell_table(report.cells[-1]), sep="\n")

@@ -134,7 +134,7 @@ def measure(case, mode, args, earlier):
         count = max(1, min(1000, int(0.1 / once)))  # a turn is about a tenth of a second of each
         steps[name] = partial(seconds_of, step, count)
 
-    harness.measure(results, steps, args.turns, args.limit)
+    harness.measure(results, steps, args.turns, args.limit / 4)
     harness.summarise(results, "TaLK", iterations=1)
     a_copy = results["copy"]
     for name, row in results.items():
