@@ -12,13 +12,15 @@ run ``--tool initcheck`` on ``tests/ops/test_cuda.py -k same_bits``.
 """
 
 import statistics
+import subprocess
+import sys
 
 import pytest
 import torch
 from test_operator import arguments, gradients
 
 import oracle
-from conftest import alone
+from conftest import ROOT, alone
 from talk_fairseq import talk_conv
 
 pytestmark = pytest.mark.cuda
@@ -81,6 +83,30 @@ def test_graph_capture(window):
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(captured, step()))
+
+
+CAPTURE = """
+import torch
+from talk_fairseq import talk_conv
+
+x, offsets = torch.randn(1000, 10, 1024, device="cuda"), torch.rand(2, 1000, 10, 16, device="cuda")
+inputs = [tensor.requires_grad_() for tensor in (x, *offsets)]
+
+def step():
+    out = talk_conv(*inputs, 31, 31)
+    return out, *torch.autograd.grad(out.sum(), inputs)
+
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    captured = step()
+graph.replay()
+assert all(map(torch.equal, captured, step()))
+"""
+
+
+def test_graph_capture_of_the_first_call():
+    """In a process where nothing is compiled yet."""
+    subprocess.run([sys.executable, "-c", CAPTURE], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

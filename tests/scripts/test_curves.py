@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from conftest import lightness, lightness_margin
 from pipeline.common.logs import read_log, read_runs
 from pipeline.plots import training as plot_training
-from pipeline.plots.curves import curves_figure
-from pipeline.plots.figures import colours, label_logarithm, looks
+from pipeline.plots.curves import curves_figure, label_logarithm
+from pipeline.plots.figures import colours, looks
 
 
 def test_colours_survive_greyscale():

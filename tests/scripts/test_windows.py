@@ -25,6 +25,7 @@ from pipeline.plots import heads
 from pipeline.plots import windows as plot_windows
 from talk_fairseq import talk_conv_reference
 
+LOAD = heads.load
 WORDS = 97
 TEXT = "w3 w14 w15 w9 w26 w5 w35 w8 w9 w7 w9 w32 w38 w46"
 TARGET = "w2 w71 w82 w81 w82 w84 w59 w0 w45"
@@ -73,20 +74,23 @@ def checkpoints(data, tmp_path_factory):
 @pytest.fixture(scope="module")
 def load():
     """heads.load, once for each checkpoint and folder."""
-    return functools.cache(heads.load)
+    return functools.cache(LOAD)
 
 
 @pytest.fixture
 def run(checkpoints, data, load, tmp_path, capsys, monkeypatch):
     """Run plot_windows.py; returns its status, output, files and the JSON that it wrote, if any."""
-    monkeypatch.setattr(plot_windows, "load", load)
+    monkeypatch.setattr(heads, "load", load)
 
     def run(checkpoint, *options):
         prefix = tmp_path / "out" / "w"
         arguments = [checkpoints.get(checkpoint, checkpoint), "--output", prefix, *options]
         if "--data" not in options:
             arguments += ["--data", data]
-        status = plot_windows.main([str(argument) for argument in arguments])
+        try:
+            status = plot_windows.main([str(argument) for argument in arguments])
+        except SystemExit as stopped:
+            status = stopped.code
         written = sorted(path.name for path in prefix.parent.glob("*"))
         record = prefix.with_suffix(".json")
         record = json.loads(record.read_text()) if record.exists() else None
@@ -146,8 +150,11 @@ def bars(axis, gid, shape):
 
 def drawn_ends(axis, T, H):
     """``(a_l, a_r)``, each (T, H), that the bars of a panel show, and their edges y."""
-    left, own, right = (bars(axis, gid, (T, H)) for gid in ("left", "token", "right"))
+    left, own = (bars(axis, gid, (T, H)) for gid in ("left", "token"))
     t = np.arange(T)[:, None]
+    right = (
+        bars(axis, "right", (T, H)) if len(axis.collections) == 4 else [own[1], t + 0.5, *own[2:]]
+    )
     assert np.allclose(own[0], t - 0.5) and np.allclose(own[1], t + 0.5)
     assert np.allclose(left[1], own[0]) and np.allclose(right[0], own[1])
     assert np.allclose(left[2:], own[2:]) and np.allclose(right[2:], own[2:])
@@ -162,7 +169,7 @@ def test_bars_are_the_windows(name, checkpoints, data, load):
     model, task = load(checkpoints[name], data)
     translator = name != "language model"
     texts = (TEXT, TARGET) if translator else (TARGET,)
-    seen = heads.look_at_sentence(model, task, heads.Cutter(), *texts)
+    seen = heads.look_at(model, task, str.split, *texts)
     source = [*number(TEXT), 2] if translator else None
     ends = expected_ends(model, source, [2, *number(TARGET)])
     assert list(seen) == list(ends) == (["encoder", "decoder"] if translator else ["decoder"])
@@ -188,16 +195,13 @@ def test_bars_are_the_windows(name, checkpoints, data, load):
 def test_a_word_is_covered_by_what_it_counts(checkpoints, data, load):
     """Over each word's width, the share under the bar is its weight in the operator's sum."""
     model, task = load(checkpoints["wmt"], data)
-    seen = heads.look_at_sentence(model, task, heads.Cutter(), TEXT, TARGET)
+    seen = heads.look_at(model, task, str.split, TEXT, TARGET)
     _, layers = seen["encoder"]
     layer = layers[1]
-    T, H = layer.a_l.shape
+    T, H = layer.left.shape
     offsets = [
         torch.tensor(reach / limit)[:, None]
-        for reach, limit in (
-            (layer.asked_left, layer.max_left),
-            (layer.asked_right, layer.max_right),
-        )
+        for reach, limit in ((layer.left, layer.max_left), (layer.right, layer.max_right))
     ]
     one_hot = torch.eye(T, dtype=torch.float64).repeat(1, H)[:, None]  # (T, 1, H T)
     weights = talk_conv_reference(one_hot, *offsets, layer.max_left, layer.max_right)
@@ -220,8 +224,7 @@ def test_files_of_our_checkpoint(run, checkpoints, data, load):
     assert written == ["w.decoder.png", "w.encoder.png", "w.json"]
     assert record["checkpoint"] == str(checkpoints["ours"])
     published_model = load(checkpoints["iwslt"], data)
-    cutter = heads.Cutter()
-    seen = heads.look_at_sentence(*published_model, cutter, TEXT, TARGET)
+    seen = heads.look_at(*published_model, str.split, TEXT, TARGET)
     for side, windows in seen.items():
         assert record[side] == plot_windows.sentence_record(*windows)
     model, _ = load(checkpoints["ours"], data)
@@ -273,7 +276,7 @@ def test_a_variant_of_ones_own(run, checkpoints, tmp_path, monkeypatch):
     state["cfg"]["model"] |= {"_name": "half_window", "arch": "half_window_iwslt"}
     torch.save(state, tmp_path / "variant.pt")
     monkeypatch.syspath_prepend(tmp_path)  # undone at the end
-    monkeypatch.setattr(plot_windows, "load", heads.load)
+    monkeypatch.setattr(heads, "load", LOAD)
     arguments = (tmp_path / "variant.pt", "--text", TEXT, "--target", TARGET)
     status, printed, written, _ = run(*arguments)
     assert status == 2 and written == [] and "--user-dir" in printed.err
@@ -299,9 +302,10 @@ def test_no_empty_space_around_a_picture(run, tmp_path):
 def test_without_a_target_the_translation(checkpoints, data, load):
     """The decoder is then given what the beam search finds the best."""
     model, task = load(checkpoints["iwslt"], data)
-    tokens, _ = heads.look_at_sentence(model, task, heads.Cutter(), TEXT)["decoder"]
-    assert tokens[0] == "</s>"
+    found = heads.translate(model, task, [*TEXT.split(), "</s>"])
+    tokens, _ = heads.look_at(model, task, str.split, TEXT, found)["decoder"]
     given = [task.target_dictionary.index(token) for token in tokens]
+    assert tokens[0] == "</s>" and given[1:] == found.tolist()
 
     def score(target):
         with torch.no_grad():
@@ -347,6 +351,7 @@ def test_words_do_not_overlap(H, tokens):
     layers = [random_layer(len(tokens), H, 7, 7, seed) for seed in range(3)]
     figure = plot_windows.windows_figure(tokens, layers, "Encoder")
     renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
     page = figure.bbox
     for axis in figure.axes:
         words = [text.get_window_extent(renderer) for text in axis.get_xticklabels()]
@@ -369,6 +374,7 @@ def test_words_do_not_overlap(H, tokens):
 def test_a_head_is_at_least_a_pixel(tmp_path):
     layers = [random_layer(40, 16, 31, 31)] * 2
     figure = plot_windows.windows_figure(["word"] * 40, layers, "")
+    figure.draw(FigureCanvasAgg(figure).get_renderer())
     height = figure.axes[0].get_position().height * figure.get_size_inches()[1] * 120
     _, _, top, bottom = bars(figure.axes[0], "token", (40, 16))
     assert (bottom - top).min() * height / 40 > 1
@@ -394,43 +400,44 @@ def test_reach_counts(run, checkpoints, data, load, tmp_path):
                 for t in range(len(a_l)):
                     reached.setdefault((side, n, "left"), []).extend(t - a_l[t])
                     reached.setdefault((side, n, "right"), []).extend(a_r[t] - t)
-    reaches = heads.reach_over_corpus(model, task, heads.Cutter(), *map(list, zip(*sentences)))
+    reaches = heads.reach_over_corpus(model, task, str.split, *map(list, zip(*sentences)))
+    assert record["reach"] == reaches
     axes = iter(plot_windows.reach_figure(reaches).axes)
     for side, layers in reaches.items():
-        assert record["reach"][side] == plot_windows.reach_record(layers)
         for n, layer in enumerate(layers):
             axis = next(axes)
-            for way, limit, sign in (("left", layer.max_left, -1), ("right", layer.max_right, 1)):
-                got = reached[side, n, way]
-                assert layer.windows == len(got)
-                assert math.isclose(layer.means[way], sum(got) / len(got), abs_tol=1e-4)
+            for way, sign in (("left", -1), ("right", 1)):
+                got, limit = reached[side, n, way], layer[f"max_{way}"]
+                assert layer["windows"] == len(got)
                 drawn = [bar for bar in axis.patches if bar.get_gid() == way]
                 if not limit:
-                    assert not drawn and not any(layer.counts[way])
+                    assert not drawn and way not in layer["counts"]
                     continue
+                assert math.isclose(layer["mean"][way], sum(got) / len(got), abs_tol=1e-4)
+                inside, asked = np.array(layer["counts"][way]), np.array(layer["asked"][way])
                 counts = [0] * 20
                 for reach in got:
                     counts[min(19, int(reach / limit * 20))] += 1
                 # A reach on the border of two bins may be rounded into either.
-                assert np.abs(np.cumsum(layer.counts[way]) - np.cumsum(counts)).max() <= 1
-                assert layer.counts[way].sum() == layer.asked[way].sum() == len(got)
+                assert np.abs(np.cumsum(inside) - np.cumsum(counts)).max() <= 1
+                assert inside.sum() == asked.sum() == len(got)
                 # What is asked for is never less, and more where sentences end.
-                assert np.all(np.cumsum(layer.asked[way]) <= np.cumsum(layer.counts[way]))
+                assert np.all(np.cumsum(asked) <= np.cumsum(inside))
                 shares = [bar.get_height() * len(got) / 100 for bar in drawn]
-                assert np.allclose(shares, layer.counts[way])
+                assert np.allclose(shares, inside)
                 edges = [bar.get_x() for bar in drawn]
                 assert np.allclose(edges, sign * np.arange(20) * limit / 20)
                 (steps,) = (a for a in axis.patches if a.get_gid() == f"asked {way}")
-                assert np.allclose(steps.get_data().values * len(got) / 100, layer.asked[way])
+                assert np.allclose(steps.get_data().values * len(got) / 100, asked)
     assert next(axes, None) is None
-    assert np.any(reaches["encoder"][3].asked["left"] != reaches["encoder"][3].counts["left"])
+    last = reaches["encoder"][3]
+    assert last["asked"]["left"] != last["counts"]["left"]
 
 
 def test_without_targets_the_encoder_alone(checkpoints, data, load):
     for name, side in (("iwslt", "encoder"), ("language model", "decoder")):
         model = load(checkpoints[name], data)
-        reaches = heads.reach_over_corpus(*model, heads.Cutter(), [TARGET])
-        assert list(reaches) == [side]
+        assert list(heads.reach_over_corpus(*model, str.split, [TARGET])) == [side]
 
 
 # --- Refusals ---
@@ -440,33 +447,35 @@ def test_without_targets_the_encoder_alone(checkpoints, data, load):
     "arguments, message",
     [
         (["iwslt"], "--text: expected a sentence, or --corpus, got neither"),
-        (["iwslt", "--text", " "], "--text: expected words, got none"),
-        (["iwslt", "--text", "Así sea"], r"--text: expected pieces of the dictionary, got 2 unk"),
-        (["iwslt", "--text", "w1 " * 101], "--text: expected at most 99 pieces, got 101"),
-        (["iwslt", "--text", "w1", "--target", ""], "--target: expected words, got none"),
-        (["iwslt", "--target", "w1", "--corpus", "CORPUS"], "--text: expected a sentence with"),
+        (["iwslt", "--text", " "], "--text: expected 1 to 99 pieces, got 0"),
+        (["iwslt", "--text", "Así sea"], "--text: expected pieces of the dictionary, got unknown"),
+        (["iwslt", "--text", "w1 " * 101], "--text: expected 1 to 99 pieces, got 101"),
+        (["iwslt", "--text", "w1", "--target", ""], "--target: expected 1 to 99 pieces, got 0"),
+        (["iwslt", "--target", "w1", "--corpus", "CORPUS"], "--text: expected one with --target"),
         (["language model", "--text", "w1", "--target", "w1"], "--target: expected none for a lan"),
         (["transformer", "--text", "w1"], "CHECKPOINT: expected a TaLK model, got TransformerMo"),
         (["unsafe", "--text", "w1"], "expected a checkpoint of fairseq in .*unsafe.pt, got the un"),
-        (["missing.pt", "--text", "w1"], "CHECKPOINT: expected a file, got missing.pt"),
-        (["iwslt", "--text", "w1", "--data", "gone"], "--data: expected a folder with dictionarie"),
-        (["iwslt", "--text", "w1", "--data", "EMPTY"], r"--data: .*got no .*dict\.es\.txt"),
-        (["iwslt", "--text", "w1", "--data", "OTHER"], "--data: expected the dictionaries that"),
-        (["iwslt", "--text", "w1", "--sentencepiece", "gone"], "--sentencepiece: expected a model"),
+        (["missing.pt", "--text", "w1"], "CHECKPOINT: expected .*, got missing.pt .*not found"),
+        (["iwslt", "--text", "w1", "--data", "gone"], "--data: expected a folder, got gone"),
+        (["iwslt", "--text", "w1", "--data", "EMPTY"], r"--data .*No such file.*dict\.es\.txt"),
+        (["iwslt", "--text", "w1", "--data", "OTHER"], "--data .*size mismatch"),
+        (["iwslt", "--text", "w1", "--sentencepiece", "gone"], "--sentencepiece: expected a Sen"),
         (["iwslt", "--text", "w1", "--sentencepiece", "CORPUS"], "--sentencepiece: expected a Sen"),
-        (["iwslt", "--text", "w1", "--corpus", "CORPUS"], "--corpus, line 2: expected words, got"),
+        (["iwslt", "--text", "w1", "--corpus", "CORPUS"], "--corpus, line 2: expected 1 to "),
         (
-            ["iwslt", "--corpus", "CORPUS", "--corpus-target", "ONE"],
-            "--corpus-target: expected 3 l",
+            ["iwslt", "--corpus", "ONE", "--corpus-target", "CORPUS"],
+            "--corpus-target: expected 1 l",
         ),
-        (["iwslt", "--text", "w1", "--corpus-target", "ONE"], "--corpus: expected a file with"),
-        (["iwslt", "--corpus", "EMPTY"], "--corpus: expected a file, got"),
+        (["iwslt", "--text", "w1", "--corpus-target", "ONE"], "--corpus: expected one with"),
+        (["iwslt", "--corpus", "EMPTY"], "Is a directory"),
+        (["iwslt", "--corpus", "VOID"], "--corpus: expected sentences, got an empty file"),
     ],
 )
 def test_refusals(arguments, message, run, tmp_path):
-    places = {name: tmp_path / name.lower() for name in ("CORPUS", "ONE", "EMPTY", "OTHER")}
+    places = {name: tmp_path / name.lower() for name in ("CORPUS", "ONE", "VOID", "EMPTY", "OTHER")}
     places["CORPUS"].write_text("w1\n\nw2\n")
     places["ONE"].write_text("w1\n")
+    places["VOID"].touch()
     places["EMPTY"].mkdir()
     places["OTHER"].mkdir()
     for language in ("es", "en"):

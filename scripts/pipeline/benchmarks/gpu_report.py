@@ -1,4 +1,4 @@
-"""Report on a GPU in one command: is the operator right there, how fast, and what limits it.
+"""Report on a GPU in one command: is the operator right there, and how fast.
 
     scripts/gpu_report.sh                     all of it, in nine minutes
     scripts/gpu_report.sh --minutes 30 --out somewhere
@@ -9,218 +9,189 @@ the page says so. The stages run in turn, the most telling first, each in a proc
 that fails, or that a broken kernel hangs, is stopped and recorded, and the next one runs. A stage
 has a share of the time that is left; what it does not take is for those that follow.
 
-Writes report.json and report.md with each row that is measured and report.png with each stage, so
-that they hold all that is known whenever this is stopped.
+Writes report.json and report.md after each stage. What a stage prints is in NAME.log as it comes,
+and what a benchmark measures in NAME.json, with a picture, NAME.png, at its end.
 """
 
-import argparse
-import collections
 import contextlib
-import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.benchmarks.gpu_stages import MARK, STAGES_COMMAND
-from pipeline.common.files import write_whole
+from pipeline.common.command import parser, positive
+from pipeline.common.files import read_json, write_json, write_whole
+from pipeline.common.machine import versions
+from pipeline.common.paths import ROOT
 
-PLOTTED = ("of a copy", "per second", "issue slots, %")
-NAMES = ("T", "dtype", "mode", "way", "sets", "kernel")  # columns that distinguish rows
+TAIL = 1000  # lines of a stage's output that the page shows
 
 
 class Stage(NamedTuple):
     """A part of the report."""
 
-    name: str  # of its function in gpu_stages.py
+    name: str
     title: str
     share: float  # of the time, beside those of the others
-    needs: tuple = ("cupy",)  # what `environment` must have found
+    command: str  # in words for a shell; PYTHON and PREFIX are replaced
+    needs: tuple  # modules
+
+
+def tests(name):
+    """Return the stage of a file of tests."""
+    words = f"PYTHON -m pytest -q -k cuda tests/ops/{name}.py"
+    return Stage(name, f"Is it right? {name}.py", 35, words, ("cupy", "pytest"))
+
+
+def benchmark(name, title, share, script, options, *needs):
+    """Return the stage of a benchmark."""
+    words = f"PYTHON scripts/{script} {options} --output PREFIX"
+    return Stage(name, title, share, words, ("cupy", *needs))
 
 
 STAGES = (
-    Stage("correctness", "Is it right? The tests that need a GPU", 130, ("cupy", "pytest")),
-    Stage("operator", "The operator beside its peers, and its goals", 140),
-    Stage("half_precision", "Small windows in half precision", 30),
-    Stage("windows", "Large windows", 30),
-    Stage("capture", "A CUDA graph captured without a warm-up", 15),
-    Stage("calls", "Small calls: eager, and replays of a CUDA graph", 25),
-    Stage("rotation", "Inputs that do not come from the cache", 25),
-    Stage("decoding", "Decoding: tokens per second", 50, ("cupy", "fairseq")),
-    Stage("training", "Training: tokens per second", 50, ("cupy", "fairseq")),
-    Stage("profile", "What limits the kernels", 45, ("cupy", "ncu")),
-)
+    *map(tests, ("test_operator", "test_cuda", "test_decoding", "test_short_conv")),
+    benchmark("operator", "The operator beside its peers, and its goals", 220,
+              "benchmark_talk_conv.py", "--lengths 10000,1000,100000,100,10 --turns 5 --limit 1 "
+              "--only 'TaLK|scaled'"),
+    benchmark("decoding", "Decoding: tokens per second", 60, "benchmark_decoding.py",
+              "--models talkconv,transformer,dynamicconv --lengths 20,100 --batches 64 --beams 5 "
+              "--dtype float16 --limit 10", "fairseq"),
+    benchmark("training", "Training: tokens per second", 60, "benchmark_training.py",
+              "--models talkconv,transformer,dynamicconv --precisions bfloat16,float32 --turns 3 "
+              "--batches 2 --limit 10", "fairseq"),
+)  # fmt: skip
+
+
+def environment():
+    """Return what there is: the card, as its driver tells, and the versions."""
+    import torch
+
+    found = {"card": "none", "CUDA of torch": torch.version.cuda or "none"}
+    if torch.cuda.is_available():
+        card = torch.cuda.get_device_properties(0)
+        found |= {"card": card.name, "multiprocessors": card.multi_processor_count}
+        found["memory, GiB"] = round(card.total_memory / 2**30, 1)
+    fields = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
+    told = output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
+    found |= dict(zip(fields.split(","), told.partition("\n")[0].split(", "))) if told else {}
+    return found | versions() | {"commit": output_of("git", "describe", "--always", "--dirty")}
+
+
+def output_of(*words):
+    """Return what a command prints, or nothing where it fails."""
+    try:
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def missing(stage):
+    """Return why a stage is left out, or nothing."""
+    absent = [name for name in stage.needs if not find_spec(name)]
+    return f"needs {' and '.join(absent)}" if absent else ""
 
 
 # --- One stage after the other ---
 
 
-def run_stage(name, seconds, add):
-    """Run a stage in a process of its own, calling `add` with each row: ``(state, error)``."""
-    command = [*STAGES_COMMAND, name, str(seconds)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    late = threading.Event()
-
-    def stop():
+def run_stage(command, seconds, prefix):
+    """Run a stage in a process of its own, for so many seconds: ``(state, why)``."""
+    command = command.replace("PREFIX", shlex.quote(str(prefix)))
+    words = shlex.split(command.replace("PYTHON", shlex.quote(sys.executable)))
+    for old in prefix.parent.glob(f"{prefix.name}.*"):
+        old.unlink()
+    with open(f"{prefix}.log", "w", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        code = process.wait(0.9 * seconds)
+        return ("done", "") if code == 0 else ("failed", f"exit status {code}")
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # it may still write what it has measured
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.1 * seconds)
+        return "stopped", f"its {seconds:.0f} s were over; what would follow is left out"
+    finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # and all that it has started
-
-    timer = threading.Timer(seconds, lambda: (late.set(), stop()))
-    timer.start()
-    last = collections.deque(maxlen=15)
-    try:
-        for line in process.stdout:
-            if line.startswith(MARK):
-                add(json.loads(line.removeprefix(MARK)))
-            elif line.strip():
-                print(f"    {line}", end="", flush=True)
-                last.append(line)
-        code = process.wait()
-    finally:
-        timer.cancel()
-        stop()
-    if late.is_set():
-        return "stopped", f"its {seconds:.0f} s were over; what would follow is left out"
-    return ("done", "") if code == 0 else ("failed", "".join(last).strip() or f"exit code {code}")
-
-
-def missing(stage, found):
-    """Return why a stage is left out, or nothing."""
-    absent = [name for name in stage.needs if found.get(name, "none") == "none"]
-    return f"needs {' and '.join(absent)}" if absent else ""
+        process.wait()
 
 
 def report(found, folder, end):
     """Run the stages until `end` at most, and write what they find into `folder`."""
-    record = {"environment": found, "stages": []}
-    for stage in STAGES:
-        why = missing(stage, found)
-        entry = {"name": stage.name, "title": stage.title, "state": "not reached", "error": why}
-        record["stages"].append(entry | {"seconds": 0, "rows": []})
-        if why:
-            record["stages"][-1]["state"] = "left out"
-    waiting = [pair for pair in zip(STAGES, record["stages"]) if not pair[1]["error"]]
+    stages = [stage._asdict() | {"state": "left out", "why": missing(stage)} for stage in STAGES]
+    waiting = [stage for stage in stages if not stage["why"]]
+    for stage in waiting:
+        stage["state"] = "not reached"
     folder.mkdir(parents=True, exist_ok=True)
-    for i, (stage, entry) in enumerate(waiting):
-        start = time.monotonic()
-        seconds = (end - start) * stage.share / sum(other.share for other, _ in waiting[i:])
-        print(f"== {stage.title} ({seconds:.0f} s at most)", flush=True)
-        entry["state"] = "interrupted"  # until it has ended
-        write(record, folder)
-
-        def add(row, entry=entry):
-            entry["rows"].append(row)
-            print("   ", ", ".join(f"{key} {shown(row[key])}" for key in row if key != "detail"))
-            write(record, folder)
-
-        entry["state"], entry["error"] = run_stage(stage.name, max(seconds, 0.1), add)
-        entry["seconds"] = round(time.monotonic() - start, 1)
-        print(f"   {entry['state']} {entry['error']}", flush=True)
+    for i, stage in enumerate(waiting):
+        left = end - time.monotonic()
+        seconds = left * stage["share"] / sum(other["share"] for other in waiting[i:])
+        print(f"== {stage['title']} ({seconds:.0f} s at most)", flush=True)
+        stage["state"], prefix = "interrupted", folder / stage["name"]  # until it has ended
         try:
-            plot(record, folder)
-        except Exception as error:  # also without matplotlib: the numbers are what counts
-            record["picture"] = f"No picture: {error!r}"
-        write(record, folder)
+            stage["state"], stage["why"] = run_stage(stage["command"], max(seconds, 0.1), prefix)
+        finally:
+            result = prefix.with_suffix(".json")
+            stage["result"] = read_json(result) if result.exists() else None
+            record = {"environment": found, "stages": stages}
+            write_json(folder / "report.json", record)
+            write_whole(folder / "report.md", "\n".join(page(record, folder)) + "\n")
+        print(f"   {stage['state']} {stage['why']}", flush=True)
 
 
-# --- The page and the picture ---
+# --- The page ---
 
 
-def shown(value):
-    """Return a value of a row as text."""
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-def table(rows):
-    """Yield lines of Markdown with a column for each key of the rows."""
-    columns = list(dict.fromkeys(key for row in rows for key in row if key != "detail"))
-    for cells in (columns, ["---"] * len(columns)):
-        yield f"| {' | '.join(cells)} |"
-    for row in rows:
-        cells = (shown(row.get(column, "")).replace("|", "\\|") for column in columns)
-        yield f"| {' | '.join(cells)} |".replace("\n", " ")
-
-
-def page(record):
-    """Yield the report in Markdown, in lines."""
-    yield "# What TaLK convolutions do on this GPU\n"
-    yield from table([{"": key, "found": value} for key, value in record["environment"].items()])
-    goals = [
-        goal
-        for stage in record["stages"]
-        for row in stage["rows"]
-        for goal in (row.get("detail") or {}).get("goals", ())
-        if goal["met"] is not None
-    ]
-    if goals:
-        met = sum(goal["met"] for goal in goals)
-        yield f"\n{met} of the {len(goals)} goals that were measured are met:\n"
-        for goal in goals:
-            word = "met" if goal["met"] else "**MISSED**"
-            yield f"- {word}: {shown(goal['value'])}, {goal['goal']}"
+def page(record, folder):
+    """Yield the report in Markdown, in lines: what each stage prints, and its picture."""
+    yield "# What TaLK convolutions do on this GPU\n\n```"
+    yield from in_lines(record["environment"])
     for stage in record["stages"]:
-        yield f"\n## {stage['title']}\n\n{stage['state']}, {stage['seconds']} s\n"
-        if stage["error"]:
-            yield f"```\n{stage['error']}\n```\n"
-        yield from table(stage["rows"]) if stage["rows"] else ()
-    if "picture" in record:
-        yield f"\n{record['picture']}"
+        log, picture = (folder / f"{stage['name']}.{end}" for end in ("log", "png"))
+        yield f"```\n\n## {stage['title']}\n\n{stage['state']} {stage['why']}\n"
+        if picture.exists():
+            yield f"![the same in a picture]({picture.name})\n"
+        yield "```"
+        if log.exists():
+            yield from log.read_text(errors="replace").splitlines()[-TAIL:]
+    yield "```"
 
 
-def write(record, folder):
-    """Write the JSON and the page."""
-    write_whole(folder / "report.json", json.dumps(record, indent=1) + "\n")
-    write_whole(folder / "report.md", "\n".join(page(record)) + "\n")
-
-
-def plot(record, folder):
-    """Draw a panel for each stage that has one of the columns PLOTTED."""
-    from pipeline.plots.figures import bars_figure, save_figure
-
-    panels = {}
-    for stage in record["stages"]:
-        for row in stage["rows"]:
-            name = ", ".join(str(row[key]) for key in row if key in NAMES)
-            for column in PLOTTED:
-                if isinstance(row.get(column), float):
-                    bars = panels.setdefault((stage["title"], column), {})
-                    bars[f"{name} again" if name in bars else name] = row[column], []
-    if panels:
-        save_figure(bars_figure(panels, columns=len(panels)), folder / "report.png", dpi=100)
-        record["picture"] = "![the same in bars](report.png)"
+def in_lines(found):
+    """Return what `environment` has found as lines of text."""
+    return [f"{key:18} {value}" for key, value in found.items()]
 
 
 def main(arguments=None):
     """Run the command; `arguments` are those of the command line by default."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--minutes", type=float, default=9, help="the time it may take (default: 9)")
+    options = parser("gpu_report.sh", __doc__)
+    add = options.add_argument
+    add("--minutes", type=positive(float), default=9, help="the time it may take (default: 9)")
     add("--out", type=Path, default=Path("gpu_report"), help="folder (default: gpu_report)")
     add("--dry-run", action="store_true", help="only say what it would do")
-    args = parser.parse_args(arguments)
+    args = options.parse_args(arguments)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    rows, end = [], time.monotonic() + 60 * args.minutes
-    state, error = run_stage("environment", 120, rows.append)
-    if not rows:
-        raise SystemExit(f"environment: expected torch and NumPy, got {state}: {error}")
-    found = rows[0]
-    print("\n".join(f"{key:18} {value}" for key, value in found.items()))
+    end = time.monotonic() + 60 * args.minutes
+    try:
+        found = environment()
+    except ImportError as error:
+        raise SystemExit(f"gpu_report.sh: expected torch and NumPy, got {error}") from None
+    print(*in_lines(found), sep="\n")
     if args.dry_run or found["card"] == "none":
         print(f"\nOn a GPU this would take {args.minutes:g} minutes and fill {args.out}:\n")
         for stage in STAGES:
-            why = missing(stage, found)
+            why = missing(stage)
             print(f"  {stage.title}" + (f": left out, {why}" if why else ""))
         return
-    report(found, args.out, end)
+    report(found, args.out.absolute(), end)
     print(f"written: {args.out}/report.json and report.md")

@@ -1,10 +1,8 @@
-"""What the benchmarks share: options, turns, memory, what cannot run, tables and files."""
+"""What the benchmarks share: turns, memory, what cannot run, tables, files and options."""
 
 import argparse
 import contextlib
 import ctypes
-import json
-import os
 import statistics
 import sys
 import time
@@ -12,10 +10,20 @@ from pathlib import Path
 
 import torch
 
-from pipeline.common.files import write_whole
+from pipeline.common.command import parser, positive
+from pipeline.common.files import write_json
 from pipeline.common.machine import machine
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or every profile of torch 2.13 logs two lines
+# The columns of a table, and what a number of a row is multiplied by to stand there.
+COLUMNS = {
+    "iterations_per_second": ("iterations/s", 1),
+    "sentences_per_second": ("sentences/s", 1),
+    "tokens_per_second": ("tokens/s", 1),
+    "speed_up": ("speed-up of TaLK", 1),
+    "of_a_copy": ("of a copy", 1),
+    "memory": ("peak MiB", 2**-20),
+    "error": ("error", 1),
+}
 
 
 class Unavailable(Exception):
@@ -34,91 +42,85 @@ def failures_as_unavailable():
         raise Unavailable(str(error).partition("\n")[0][:100]) from None
 
 
-def refuse_too_large(needed, share, device, verb="needs"):
-    """Raise Unavailable where `needed` bytes exceed this share of a CPU's memory; a GPU may try."""
-    if device == "cpu" and hasattr(os, "sysconf"):
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-        if needed > share * available:
-            raise Unavailable(f"out of memory: {verb} {needed / 2**30:.0f} GiB")
-
-
 # --- Time ---
-
-
-def synchronize():
-    """Wait for the GPU, where one is in use."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
 
 
 def timed(step):
     """Return ``(seconds, result)`` of one call of `step`, with its work on a GPU."""
-    synchronize()
+    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
+    wait()
     start = time.perf_counter()
     result = step()
-    synchronize()
+    wait()
     return time.perf_counter() - start, result
 
 
 def in_turn(steps, turns):
-    """Call `steps`, {name: callable}, in turn, so that a busy moment of the machine hits them all.
+    """Yield the names of `steps`, a dictionary, `turns` times.
 
-    Yields (name, result) for each call; the result is the Unavailable of a step that failed. Such a
-    step, and one that the caller deletes from `steps`, takes no further turn.
+    A busy moment of the machine hits them all alike, and none always follows the same other. What
+    the caller deletes from `steps` takes no further turn.
     """
-    for _ in range(turns):
-        for name in list(steps):
-            try:
-                with failures_as_unavailable():
-                    result = steps[name]()
-            except Unavailable as error:
-                result = error
-                del steps[name]
-            yield name, result
+    for turn in range(turns):
+        names = list(steps)
+        first = turn % max(1, len(names))
+        yield from names[first:] + names[:first]
 
 
-def training_speeds(steps, turns=5, seconds=0.0, report=None):
-    """Time training steps in turn, so that a busy moment of the machine hits them all.
+def measure(results, steps, turns, enough, report=None):
+    """Put into the rows of `results` the "turns" that `steps` take, in seconds.
 
     Args:
-        steps: {name: callable}; each call is one step, and should do the same work every time.
-        turns: in each turn every step runs at least once, after one call of each to warm up.
-        seconds: a step is called again within its turn until it has run this long.
-        report: called with the result so far, after each turn.
-
-    Returns:
-        {name: [seconds per step, the mean of a turn's calls, one entry per turn]}.
+        results: {name: row}; of a step that fails, the row becomes {"error": why}.
+        steps: {name: callable that does the work once and returns its seconds}. One that fails
+            takes no further turn, and is deleted.
+        enough: a step that takes longer than so many seconds takes no further turn, either.
+        report: called after each step.
     """
+    for name in in_turn(steps, turns):
+        try:
+            with failures_as_unavailable():
+                seconds = steps[name]()
+        except Unavailable as error:
+            results[name] = {"error": str(error)}
+            del steps[name]
+        else:
+            results[name].setdefault("turns", []).append(seconds)
+            if seconds > enough:
+                del steps[name]
+        if report is not None:
+            report()
 
-    def mean(step):
-        calls, took = 0, 0.0
-        while not calls or took < seconds:
-            took += timed(step)[0]
-            calls += 1
-        return took / calls
 
+def summarise(results, ours, **amounts):
+    """Add to the rows with "turns" their median, and each amount per second of it.
+
+    "speed_up" is how many times faster than that row the one named `ours` is: the median over the
+    turns.
+    """
+    our_turns = results.get(ours, {}).get("turns")
+    for row in results.values():
+        if "turns" in row:
+            row["seconds"] = statistics.median(row["turns"])
+            for name, amount in amounts.items():
+                row[f"{name}_per_second"] = amount / row["seconds"]
+            if our_turns:
+                row["speed_up"] = statistics.median(b / a for a, b in zip(our_turns, row["turns"]))
+
+
+def training_speeds(steps, turns=5, report=None):
+    """Time `steps`, {name: callable}, in turn, after one call of each to warm up.
+
+    `report` is called with the result so far after each turn. Returns {name: seconds of each turn}.
+    """
     for step in steps.values():
         step()
-    names, speeds = list(steps), {name: [] for name in steps}
-    for turn in range(turns):
-        first = turn % len(names)  # so that none always follows the same other
-        for name in names[first:] + names[:first]:
-            speeds[name].append(mean(steps[name]))
-        if report is not None:
+    speeds = {name: [] for name in steps}
+    for count, name in enumerate(in_turn(steps, turns), 1):
+        speeds[name].append(timed(steps[name])[0])
+        if report is not None and count % len(steps) == 0:
             report(speeds)
     return speeds
-
-
-def times_faster(speeds, name, other):
-    """Return how many times faster `name` is than `other`: the median over the turns."""
-    return statistics.median(b / a for a, b in zip(speeds[name], speeds[other]))
-
-
-def summary(turns, **amounts):
-    """Return the seconds of the turns, their median, and each amount per second of the median."""
-    seconds = statistics.median(turns)
-    rates = {f"{name}_per_second": amount / seconds for name, amount in amounts.items()}
-    return {"turns": turns, "seconds": seconds, **rates}
 
 
 # --- Memory ---
@@ -170,97 +172,117 @@ def show_progress(text=""):
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def print_table(title, headers, rows, notes=()):
-    """Print ``{name: cells}`` with a title above; the cells are texts, one for each header.
+def shown(value):
+    """Return a value as a cell of a table; None is empty."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
-    A row that is a text in place of its cells says why there are none. The headers `notes` are of
-    further cells, which are aligned to the left.
+
+def table(rows):
+    """Return a table with a column for each key of the `rows`: lines of Markdown, aligned.
+
+    By hand, as scripts/gpu_report.sh runs without tabulate.
     """
-    from tabulate import tabulate  # here, as gpu_report runs without it
-
-    show_progress()
-    none = [""] * (len(headers) + len(notes))
-    cells = [[name, *(none if isinstance(row, str) else row)] for name, row in rows.items()]
-    align = ["left", *["right"] * len(headers), *["left"] * len(notes)] if rows else None
-    table = tabulate(cells, ["", *headers, *notes], "plain", colalign=align, disable_numparse=True)
-    head, *lines = table.splitlines()
-    width = max(map(len, rows), default=0)
-    for number, (name, row) in enumerate(rows.items()):
-        if isinstance(row, str):
-            lines[number] = f"{name:{width}}  {row}"
-    print(f"\n{title}", *(line.rstrip() for line in (head, *lines)), sep="\n  ", flush=True)
+    headers = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [[shown(row.get(header)) for header in headers] for row in rows]
+    widths = [max(map(len, column)) for column in zip(headers, *lines)]
+    lines = [headers, ["-" * max(3, width) for width in widths], *lines]
+    return [f"| {' | '.join(map(str.ljust, cells, widths))} |" for cells in lines]
 
 
-def mebibytes(size, digits=0):
-    """Return a number of bytes in MiB as a cell of a table; nothing for None."""
-    return "" if size is None else f"{size / 2**20:,.{digits}f}"
+def title(cell):
+    """Return in words what the results of a cell are of."""
+    return ", ".join(f"{key} {shown(value)}" for key, value in cell.items() if key != "results")
+
+
+def cell_table(cell):
+    """Return the table of a cell: a row for each name in its results."""
+    rows = []
+    for name, result in cell["results"].items():
+        row = {"": name}
+        for key, (header, factor) in COLUMNS.items():
+            if result.get(key) is not None:
+                row[header] = result[key] * factor
+        rows.append(row)
+    return table(rows)
 
 
 class Report:
-    """The files of a benchmark: PREFIX.json, and PREFIX.png at the end.
+    """The files of a benchmark: PREFIX.json as it goes, and at the end PREFIX.png.
 
-    `record` is what the JSON holds: the machine, the given `facts` and the list `cells`; `where` is
-    the machine in words.
+    As a context it also writes them for a benchmark that is interrupted.
+
+    Args:
+        args: options with `output`, the prefix, and `device`.
+        figure: ``figure(cells)`` returns the Figure.
+        facts: what the JSON says beside the machine and the `cells`.
     """
 
-    def __init__(self, prefix, device, **facts):
-        self.json, self.png = (prefix.with_name(prefix.name + end) for end in (".json", ".png"))
-        versions = {"machine": machine(device), "torch": torch.__version__}
-        self.where, self.cells = "{machine}, torch {torch}".format(**versions), []
+    def __init__(self, args, figure, **facts):
+        self.json, self.png = (Path(f"{args.output}{end}") for end in (".json", ".png"))
+        versions = {"machine": machine(args.device), "torch": torch.__version__}
+        self.figure, self.cells = figure, []
+        self.where = "{machine}, torch {torch}".format(**versions)
         self.record = {**versions, **facts, "cells": self.cells}
 
     def save(self):
         """Write the JSON, whole."""
         self.json.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.json, json.dumps(self.record, indent=1) + "\n")
+        write_json(self.json, self.record)
 
-    def finish(self, figure):
-        """Write the JSON and `figure(cells)`, where anything was measured."""
-        from pipeline.plots.figures import save_figure  # here, as gpu_report runs without it
+    def __enter__(self):
+        return self
 
+    def __exit__(self, *_):
+        show_progress()
+        if not self.cells:
+            return
         self.save()
-        if self.cells:
-            save_figure(figure(self.cells), self.png)
+        try:
+            from pipeline.plots.figures import save_figure
+
+            save_figure(self.figure(self.cells), self.png)
+        except ImportError as error:  # scripts/gpu_report.sh runs without matplotlib
+            self.png = f"no picture: {error}"
         print(f"\nwritten: {self.json} and {self.png}")
 
 
 # --- Options ---
 
 
-def option_parser(description):
-    """Return a parser that prints `description` as it stands, with the option --cpu."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cpu", action="store_true", help="measure the CPU where there is a GPU")
-    return parser
+def option_parser(name, description, turns, limit, output):
+    """Return a parser for ``scripts/NAME`` with the options that all benchmarks have."""
+    options = parser(name, description)
+    add = options.add_argument
+    add("--cpu", dest="device", action="store_const", const="cpu",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="measure the CPU where there is a GPU")  # fmt: skip
+    add("--turns", type=positive(int), default=turns, help=f"for medians (default: {turns})")
+    add("--limit", type=float, default=limit, metavar="SECONDS",
+        help=f"leave out what takes longer once (default: {limit})")  # fmt: skip
+    add("--output", type=Path, default=Path(output), metavar="PREFIX", help=f"default: {output}")
+    return options
 
 
-def device_of(args):
-    """Return "cuda" where there is a GPU and `args` have no --cpu, else "cpu"."""
-    return "cuda" if torch.cuda.is_available() and not args.cpu else "cpu"
+def several(kind):
+    """Return the type of an option that lists values of `kind`, separated by commas."""
+
+    def values(text):
+        return [kind(word) for word in text.split(",")]
+
+    values.__name__ = f"list of {kind.__name__}"
+    return values
 
 
-def natural(text, least=1):
-    """Return a whole number, as a type of an option."""
-    if int(text) < least:
-        raise argparse.ArgumentTypeError(f"expected at least {least}, got {text}")
-    return int(text)
+def one_of(known):
+    """Return the type of an option that is one of the names `known`."""
 
+    def name(text):
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {text}")
+        return text
 
-def naturals(text, least=1):
-    """Return a list of whole numbers, separated by commas."""
-    return [natural(word, least) for word in text.split(",")]
-
-
-def some_of(known):
-    """Return the type of an option that lists some of the names `known`."""
-
-    def names(text):
-        for name in text.split(","):
-            if name not in known:
-                expected = ", ".join(known)
-                raise argparse.ArgumentTypeError(f"expected some of {expected}, got {name}")
-        return text.split(",")
-
-    return names
+    return name

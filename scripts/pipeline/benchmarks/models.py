@@ -1,7 +1,6 @@
-"""The models that training and decoding are measured with, as fairseq builds them."""
+"""The models that training and decoding are measured with, and what both measure alike."""
 
-import contextlib
-import io
+import math
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -9,17 +8,17 @@ import torch
 import talk_fairseq  # noqa: F401 (first, as it patches fairseq and keeps its logging quiet)
 
 # isort: split
-from fairseq import options
 from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.modules.dynamic_convolution import DynamicConv1dTBC
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 
-from pipeline.benchmarks.harness import natural
+from pipeline.benchmarks import harness
+from pipeline.benchmarks.harness import Unavailable, one_of, several, show_progress
+from pipeline.common.command import positive
+from pipeline.common.models import build_model, parse_words
 
-MODELS = (
-    "talkconv", "transformer", "transformer-arch", "lightconv", "dynamicconv", "dynamicconv-band",
-)  # fmt: skip
+MODELS = ("talkconv", "transformer", "lightconv", "dynamicconv", "dynamicconv-band")
 
 
 @dataclass
@@ -32,25 +31,9 @@ class Sizes:
     encoder_layers: int = 7
     decoder_layers: int = 6
     vocabulary: int = 10_000
-    max_positions: int = 1024
 
 
-def add_size_options(parser, other, when):
-    """Add an option for each of the Sizes; `when` says when the defaults are those of `other`."""
-    for name, default in asdict(Sizes()).items():
-        if name != "max_positions":
-            value = getattr(other, name)
-            text = f"default: {default}" + (f"; {when} {value}" if value != default else "")
-            parser.add_argument("--" + name.replace("_", "-"), type=natural, help=text)
-
-
-def chosen_sizes(parser, args, default, longest):
-    """Return the Sizes of the options, `default` without, with positions for `longest` tokens."""
-    given = {name: getattr(args, name, None) for name in asdict(default)}
-    sizes = replace(default, **{name: size for name, size in given.items() if size})
-    if sizes.width % (2 * sizes.heads):
-        parser.error(f"--width: expected a multiple of 2 x {sizes.heads} heads, got {sizes.width}")
-    return replace(sizes, max_positions=max(sizes.max_positions, longest))
+# --- Models, as fairseq-train builds them ---
 
 
 def build_task(vocabulary):
@@ -61,48 +44,48 @@ def build_task(vocabulary):
     return TranslationTask(TranslationConfig(), dictionary, dictionary)
 
 
-def model_options(name, sizes, windows, glu, language_model=False):
+def model_options(name, sizes, windows, glu, positions, language_model=False):
     """Return the options of fairseq-train, {name: value}, for the model `name` of MODELS.
 
     Args:
         windows: the largest window of each layer, the last one for all that follow. Convolutions
             with fixed windows get kernels as wide.
         glu: whether the convolutions have gates before them.
+        positions: the most tokens that it takes.
         language_model: whether the model is a decoder alone.
     """
-    kind, _, form = name.partition("-")
+    kind = name.removesuffix("-band")
     arch = "lightconv" if kind == "dynamicconv" else kind
-    layers = {"encoder": sizes.encoder_layers - (form == "arch"), "decoder": sizes.decoder_layers}
-    found = {"arch": arch + "_lm" * language_model}
+    options = {"arch": arch + "_lm" * language_model}
+    layers = {"encoder": sizes.encoder_layers, "decoder": sizes.decoder_layers}
     if language_model:
         del layers["encoder"]
-        found["tokens-per-sample"] = sizes.max_positions
+        options["tokens-per-sample"] = positions
     else:
-        found["max-source-positions"] = found["max-target-positions"] = sizes.max_positions
+        options["max-source-positions"] = options["max-target-positions"] = positions
     for side, count in layers.items():
         largest = (windows + windows[-1:] * count)[:count]
-        found[f"{side}-embed-dim"] = sizes.width
-        found[f"{side}-ffn-embed-dim"] = sizes.ffn
-        found[f"{side}-attention-heads"] = sizes.heads
-        found[f"{side}-layers"] = count
+        options[f"{side}-embed-dim"] = sizes.width
+        options[f"{side}-ffn-embed-dim"] = sizes.ffn
+        options[f"{side}-attention-heads"] = sizes.heads
+        options[f"{side}-layers"] = count
         if kind == "talkconv":
-            found[f"{side}-max-left"] = ",".join(map(str, largest))
-            found[f"{'' if glu else 'no-'}{side}-glu"] = None
+            options[f"{side}-max-left"] = ",".join(map(str, largest))
+            options[f"{'' if glu else 'no-'}{side}-glu"] = None
         elif arch == "lightconv":
             sided = 2 if side == "encoder" else 1
-            found[f"{side}-conv-type"] = "dynamic" if kind == "dynamicconv" else "lightweight"
-            found[f"{side}-glu"] = glu
-            found[f"{side}-kernel-size-list"] = [sided * window + 1 for window in largest]
-    return found
+            options[f"{side}-conv-type"] = "dynamic" if kind == "dynamicconv" else "lightweight"
+            options[f"{side}-glu"] = glu
+            options[f"{side}-kernel-size-list"] = [sided * window + 1 for window in largest]
+    return options
 
 
-def configure(given, task="translation"):
-    """Return fairseq's configuration of the options `given`; a value of None is that of a flag."""
+def configure(options, task="translation"):
+    """Return fairseq's configuration of `options`; a value of None is that of a flag."""
     words = ["", "--task", task]  # without data
-    for option, value in given.items():
+    for option, value in options.items():
         words += [f"--{option}"] if value is None else [f"--{option}", str(value)]
-    args = options.parse_args_and_arch(options.get_training_parser(), words)
-    return convert_namespace_to_omegaconf(args)
+    return convert_namespace_to_omegaconf(parse_words(words))
 
 
 def build(cfg, task, band=()):
@@ -111,15 +94,105 @@ def build(cfg, task, band=()):
     The sides `band`, "encoder" or "decoder", get DynamicConv in fairseq's other form, band
     matrices, with the same weights.
     """
-    # Where there is a GPU, fairseq's convolutions print that their CUDA extension is not built.
-    with contextlib.redirect_stdout(io.StringIO()):
-        torch.manual_seed(0)
-        model = task.build_model(cfg.model)
-        for layer in (layer for side in band for layer in getattr(model, side).layers):
-            conv = layer.conv
-            layer.conv = DynamicConv1dTBC(
-                conv.input_size, conv.kernel_size, conv.padding_l, conv.num_heads,
-                conv.weight_dropout_module.p, conv.weight_softmax,
-            )  # fmt: skip
-            layer.conv.weight_linear = conv.weight_linear
+    torch.manual_seed(0)
+    model = build_model(cfg.model, task)
+    for layer in (layer for side in band for layer in getattr(model, side).layers):
+        conv = layer.conv
+        layer.conv = DynamicConv1dTBC(
+            conv.input_size, conv.kernel_size, conv.padding_l, conv.num_heads,
+            conv.weight_dropout_module.p, conv.weight_softmax,
+        )  # fmt: skip
+        layer.conv.weight_linear = conv.weight_linear
     return model
+
+
+# --- Measuring ---
+
+
+def measure(cell, prepare, amounts, args, report, enough=math.inf):
+    """Measure each of ``args.models`` in turn: a cell of the `report`, which is printed.
+
+    Args:
+        cell: what the results are of, which are added to it.
+        prepare: ``prepare(name, row)`` warms a model up, and returns a step for harness.measure.
+            It may add to the model's row, and raises Unavailable where it cannot run.
+        amounts: {name: amount that a step works on}.
+        enough: see harness.measure.
+    """
+    results, steps = {}, {}
+    report.cells.append(cell | {"results": results})
+    for name in args.models:
+        show_progress(f"{harness.title(cell)}: {name}, warming up")
+        results[name] = {}
+        try:
+            with harness.failures_as_unavailable():
+                steps[name] = prepare(name, results[name])
+        except Unavailable as error:
+            results[name] = {"error": str(error)}
+        report.save()
+
+    def save():
+        turns = max(len(row.get("turns", ())) for row in results.values())
+        show_progress(f"{harness.title(cell)}: turn {turns} of {args.turns}")
+        harness.summarise(results, "talkconv", **amounts)
+        report.save()
+
+    profiled = dict(steps) if args.profile else {}
+    try:
+        harness.measure(results, steps, args.turns, enough, save)
+    finally:
+        show_progress()
+        print(f"\n{harness.title(cell)}", *harness.cell_table(report.cells[-1]), sep="\n")
+    for name, step in profiled.items():
+        print_profile(f"{harness.title(cell)}: {name}", step, args.device)
+
+
+def print_profile(title, step, device):
+    """Print where the time of a step goes: PyTorch's table of the operators that take most."""
+    with torch.profiler.profile() as profiler:
+        step()
+    key = f"self_{device}_time_total"
+    print(f"\n{title}", profiler.key_averages().table(sort_by=key, row_limit=15), sep="\n")
+
+
+def figure(cells):
+    """Return a Figure of tokens per second, a panel for each cell; the turns as points."""
+    from pipeline.plots.figures import PALETTE, panel_grid
+
+    drawing, axes = panel_grid(len(cells), 4, 6, 3)
+    for axis, cell in zip(axes, cells):
+        for name, row in cell["results"].items():
+            if "seconds" in row:
+                speed = row["tokens_per_second"]
+                turns = [speed * row["seconds"] / turn for turn in row["turns"]]
+                bar = axis.barh(name, speed, color=PALETTE[1] if name == "talkconv" else "0.75")
+                axis.bar_label(bar, fmt="{:,.1f}", label_type="center")
+                axis.plot(turns, [name] * len(turns), "k.", markersize=4)
+        axis.invert_yaxis()
+        axis.set(title=harness.title(cell), xlabel="tokens per second")
+    return drawing
+
+
+# --- Options ---
+
+
+def option_parser(name, description, turns, output):
+    """Return harness.option_parser with the options that both benchmarks have."""
+    parser = harness.option_parser(name, description, turns, 120, output)
+    parser.add_argument("--models", type=several(one_of(MODELS)), default=MODELS,
+                        help=f"default: {','.join(MODELS)}")  # fmt: skip
+    parser.add_argument("--profile", action="store_true",
+                        help="then print where a step goes, model by model")  # fmt: skip
+    for size, default in asdict(Sizes()).items():
+        option = "--" + size.replace("_", "-")
+        parser.add_argument(option, type=positive(int), help=f"default: {default}")
+    return parser
+
+
+def chosen_sizes(parser, args, default):
+    """Return the Sizes of the options; where there are none, the `default`."""
+    given = {name: getattr(args, name) for name in asdict(default) if getattr(args, name)}
+    sizes = replace(default, **given)
+    if sizes.width % (2 * sizes.heads):
+        parser.error(f"--width: expected a multiple of 2 x {sizes.heads} heads, got {sizes.width}")
+    return sizes

@@ -3,25 +3,24 @@
 import collections
 import gc
 import itertools
-import statistics
-import time
-from collections.abc import Callable
+import re
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from pipeline.benchmarks import harness, peers
-from pipeline.benchmarks.harness import Unavailable
+from pipeline.benchmarks.harness import COLUMNS, Unavailable
 from pipeline.benchmarks.peers import GRAPH, PEERS, PUBLISHED, SDPA, Case
 from talk_fairseq import talk_conv, talk_conv_reference
 
 MODES = ("forward", "forward+backward", "backward")
+# By how much an output may be off, relative to the largest; a gradient by four times as much.
+BOUNDS = {"float64": 1e-11, "float32": 2e-6, "float16": 6e-4, "bfloat16": 4e-3}
 
 
 def check(dtypes, device):
     """Raise SystemExit unless talk_conv is right on this machine, forward and backward."""
-    bounds = {"float64": 1e-11, "float32": 2e-6, "float16": 6e-4, "bfloat16": 4e-3}
     for name in dtypes:
         for shape, max_right in (((129, 2, 24), 31), ((301, 1, 64), 0)):
             case = Case(*shape, 4, getattr(torch, name), device)
@@ -39,7 +38,7 @@ def check(dtypes, device):
             want = run(talk_conv_reference, [t.double() for t in inputs])
             for index, (a, b) in enumerate(zip(got, want)):
                 error = ((a.double() - b).abs().max() / b.abs().max()).item()
-                if not error <= bounds[name] * (4 if index else 1):
+                if not error <= BOUNDS[name] * (4 if index else 1):
                     raise SystemExit(f"talk_conv is wrong in {name} by {error:.2g}: not measured")
 
 
@@ -90,89 +89,67 @@ def runner(name, function, inputs, mode, device):
     return graph.replay, peak_memory(capture, device)
 
 
-def seconds_of(step, count, device):
+def seconds_of(step, count):
     """Return the seconds per iteration, over `count` of them."""
-    if device == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+
+    def iterations():
         for _ in range(count):
             step()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3 / count
-    start = time.perf_counter()
-    for _ in range(count):
-        step()
-    return (time.perf_counter() - start) / count
 
-
-def count_for(seconds, once):
-    """Return how many iterations of `once` seconds each fill about so many `seconds`."""
-    return max(1, min(1000, int(seconds / once)))
+    return harness.timed(iterations)[0] / count
 
 
 def peak_memory(step, device):
-    """Return the bytes that one iteration takes from PyTorch at its peak, beyond those before."""
+    """Return the bytes that one iteration takes at its peak, beyond those before."""
     gc.collect()
-    if device == "cuda":
-        with harness.PeakMemory(device) as peak:
-            step()
-        return peak.bytes
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    with harness.PeakMemory(device) as peak:
         step()
-    events = profile.profiler.kineto_results.events()
-    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    return max(itertools.accumulate((size for _, size in sorted(changes)), initial=0))
+    return peak.bytes
 
 
 def measure(case, mode, args, earlier):
-    """Return {peer: {"seconds": …, "memory": …} or {"error": why}} for one case and mode.
+    """Return {peer: {"seconds": …, "memory": …, …} or {"error": why}} for one case and mode.
 
     `earlier` is {peer: (T, seconds)} of another length, and is brought up to date.
     """
-    results, steps, turns = {}, {}, {}
+    results, steps = {}, {}
     for name, (build, order) in PEERS.items():
-        if args.only and not (name in ("copy", "TaLK") or args.only in name):
+        if name not in ("copy", "TaLK") and not re.search(args.only, name):
             continue
         moves = case.moves(name, mode)
         if mode == "backward" and moves is None:
             continue
+        harness.show_progress(f"T={case.T:,}, {mode}: {name}, warming up")
         try:
             T, took = earlier.get(name, (case.T, 0))
             if (predicted := took * (case.T / T) ** order) > args.limit:
                 raise Unavailable(f"too slow: about {predicted:.0f} s per iteration")
             with harness.failures_as_unavailable():
                 step, memory = runner(name, *build(case), mode, args.device)
-                once = seconds_of(step, 1, args.device)
+                once = seconds_of(step, 1)
         except Unavailable as error:
             results[name] = {"error": str(error)}
             continue
         results[name] = {"memory": memory} | ({"bytes": moves} if moves else {})
-        turns[name] = []
-        if once > args.limit / 4:
-            turns[name] = [once]  # once is enough
-        else:  # a turn is about a tenth of a second of each
-            steps[name] = partial(seconds_of, step, count_for(0.1, once), args.device)
+        count = max(1, min(1000, int(0.1 / once)))  # a turn is about a tenth of a second of each
+        steps[name] = partial(seconds_of, step, count)
 
-    for name, seconds in harness.in_turn(steps, args.turns):
-        if isinstance(seconds, Unavailable):
-            results[name] = {"error": str(seconds)}
-            del turns[name]
-        else:
-            turns[name].append(seconds)
-    for name, seconds in turns.items():
-        results[name]["seconds"] = statistics.median(seconds)
-        earlier[name] = (case.T, results[name]["seconds"])
+    harness.measure(results, steps, args.turns, args.limit / 4)
+    harness.summarise(results, "TaLK", iterations=1)
+    a_copy = results["copy"]
+    for name, row in results.items():
+        if "seconds" in row:
+            earlier[name] = (case.T, row["seconds"])
+            if "bytes" in row and "seconds" in a_copy:
+                speed = row["bytes"] / row["seconds"]
+                row["of_a_copy"] = speed / (a_copy["bytes"] / a_copy["seconds"])
     return results
 
 
 def measure_all(places, sizes, args):
     """Yield {"T": …, "dtype": …, "mode": …, "results": …} for each mode of (T, dtype) in `places`.
 
-    Where the inputs (B, C and H are the `sizes`) have no room, an "error" is in place of the last
-    two.
+    B, C and H are the `sizes`. Where the inputs have no room, there is no cell.
     """
     earlier = collections.defaultdict(dict)
     for T, dtype in places:
@@ -181,7 +158,7 @@ def measure_all(places, sizes, args):
                 case = Case(T, *sizes, getattr(torch, dtype), args.device)
                 case.needs(6 * case.x.numel())
         except Unavailable as error:
-            yield {"T": T, "dtype": dtype, "error": str(error)}
+            print(f"\nT={T:,}, {dtype}: {error}")
             continue
         for mode in MODES:
             results = measure(case, mode, args, earlier[dtype, mode])
@@ -192,73 +169,46 @@ def measure_all(places, sizes, args):
 
 
 class Goal(NamedTuple):
-    """``value(row of TaLK, row of the peer)`` should be at least, or at most, `bound`."""
+    """At least this for a number of a peer's row, one of harness.COLUMNS."""
 
-    what: str
     peer: str
-    value: Callable
-    bound: float
-    mode: str = "forward"
-    lengths: tuple = (1000, 10_000, 100_000)
+    number: str
+    least: float
+    mode: str
+    lengths: tuple
     dtypes: tuple = ("float32", "bfloat16")
-    at_most: bool = False
 
 
-def bandwidth(talk, copy):
-    """Return the bandwidth as a share of the copy's."""
-    return talk["bytes"] / talk["seconds"] / (copy["bytes"] / copy["seconds"])
-
-
-def times_faster(talk, peer):
-    """Return how many times as fast as the peer TaLK is."""
-    return peer["seconds"] / talk["seconds"]
-
-
-def peak(talk, copy):
-    """Return what is held at the peak of a forward pass, over x, the offsets and the output."""
-    inputs = talk["bytes"] - copy["bytes"] / 2
-    return (inputs + talk["memory"]) / talk["bytes"]
-
-
+LONG, SHORT = (1000, 10_000, 100_000), (10, 100)
 GOALS = {
     "cuda": (
-        Goal("of a copy's bandwidth", "copy", bandwidth, 0.85),
-        Goal("of a copy's bandwidth", "copy", bandwidth, 0.7, "backward"),
-        Goal("times the published method", PUBLISHED, times_faster, 2, lengths=(10, 100)),
-        Goal("replays of a CUDA graph per second", GRAPH, lambda talk, graph: 1 / graph["seconds"],
-             100_000, lengths=(10, 100)),
-        Goal("times attention", SDPA, times_faster, 8, lengths=(1000,), dtypes=("bfloat16",)),
-        Goal("times attention", SDPA, times_faster, 70, lengths=(10_000,), dtypes=("bfloat16",)),
-        Goal("times the published method", PUBLISHED, times_faster, 10, "forward+backward",
-             (10_000,)),
-        Goal("of x, offsets and output at the peak", "copy", peak, 1.05, at_most=True),
+        Goal("TaLK", "of_a_copy", 0.85, "forward", LONG),
+        Goal("TaLK", "of_a_copy", 0.7, "backward", LONG),
+        Goal(GRAPH, "iterations_per_second", 100_000, "forward", SHORT),
+        Goal(PUBLISHED, "speed_up", 2, "forward", SHORT),
+        Goal(PUBLISHED, "speed_up", 10, "forward+backward", (10_000,)),
+        Goal(SDPA, "speed_up", 8, "forward", (1000,), ("bfloat16",)),
+        Goal(SDPA, "speed_up", 70, "forward", (10_000,), ("bfloat16",)),
     ),
     "cpu": (
-        Goal("of a copy's time", "copy", lambda talk, copy: talk["seconds"] / copy["seconds"], 1.5,
-             "forward", (1000,), ("float32",), at_most=True),
-        Goal("times attention", SDPA, times_faster, 12, "forward+backward", (1000,), ("float32",)),
+        Goal("copy", "speed_up", 1 / 1.5, "forward", (1000,), ("float32",)),
+        Goal(SDPA, "speed_up", 12, "forward+backward", (1000,), ("float32",)),
     ),
-}  # fmt: skip
+}
 
 
 def goals_of(cells, device):
-    """Return [{"goal": …, "value": …, "met": …}] of the goals that concern the `cells`.
-
-    What was not measured has None twice, and an "error".
-    """
+    """Return a row for each goal that concerns one of the `cells`, with what was measured."""
     found = []
     for goal, cell in itertools.product(GOALS[device], cells):
         T, dtype, mode, results = (cell[key] for key in ("T", "dtype", "mode", "results"))
-        if mode != goal.mode or T not in goal.lengths or dtype not in goal.dtypes:
-            continue
-        bound = f"at {'most' if goal.at_most else 'least'} {goal.bound:,}"
-        record = {"goal": f"T={T:,}, {dtype}, {mode}: {bound} {goal.what}"}
-        talk, peer = rows = [results.get(name, {}) for name in ("TaLK", goal.peer)]
-        if all("seconds" in row for row in rows):
-            value = record["value"] = goal.value(talk, peer)
-            record["met"] = value <= goal.bound if goal.at_most else value >= goal.bound
-        else:
-            errors = [row["error"] for row in rows if "error" in row]
-            record |= {"value": None, "met": None, "error": errors[0] if errors else "left out"}
-        found.append(record)
+        if mode == goal.mode and T in goal.lengths and dtype in goal.dtypes:
+            row = results.get(goal.peer, {})
+            value = row.get(goal.number)
+            met = {True: "yes", False: "NO", None: row.get("error", "not measured")}
+            found.append({
+                "goal": f"{harness.title(cell)}: {goal.peer}, {COLUMNS[goal.number][0]}",
+                "at least": goal.least, "measured": value,
+                "met": met[None if value is None else value >= goal.least],
+            })  # fmt: skip
     return found

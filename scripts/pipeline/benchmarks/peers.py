@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from pipeline.benchmarks.harness import Unavailable, refuse_too_large
+from pipeline.benchmarks.harness import Unavailable
 from talk_fairseq import talk_conv
 
 WINDOW = 31  # largest window to either side
@@ -40,7 +40,10 @@ class Case:
 
     def needs(self, elements):
         """Raise Unavailable where a CPU's memory lacks room for so many elements."""
-        refuse_too_large(elements * self.dtype.itemsize, 0.7, self.device)
+        if self.device == "cpu" and "SC_AVPHYS_PAGES" in os.sysconf_names:
+            room = 0.7 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+            if (needed := elements * self.dtype.itemsize) > room:
+                raise Unavailable(f"out of memory: needs {needed / 2**30:.0f} GiB")
 
 
 def copy(case):
@@ -48,11 +51,11 @@ def copy(case):
     return torch.clone, (case.x,)
 
 
-def talk(case):
-    """Build talk_conv with windows of 31 to either side."""
+def talk(case, window=WINDOW):
+    """Build talk_conv with windows of 31 to either side, or of another size."""
 
     def function(x, offset_left, offset_right):
-        return talk_conv(x, offset_left, offset_right, WINDOW, WINDOW)
+        return talk_conv(x, offset_left, offset_right, window, window)
 
     return function, (case.x, case.offset_left, case.offset_right)
 
@@ -102,21 +105,11 @@ def sdpa(case):
 def unfold(x, K):
     """Return (T, B, C, K), the K rows of `x` (T, B, C) around each time step, as fairseq does."""
     T, B, C = x.shape
+    # PyTorch 2.13 writes gradients of such products past their end on CUDA (pytorch#196431).
+    if x.is_cuda and x.requires_grad and x.numel() * K > 2**31:
+        raise Unavailable("over 2^31 elements")
     padded = F.pad(x, (0, 0, 0, 0, K // 2, K - 1 - K // 2))
     return padded.as_strided((T, B, C, K), (B * C, C, 1, B * C))
-
-
-def refuse_wrapped_offsets(windows):
-    """Raise Unavailable where the gradient of `windows` would be written past its end on CUDA.
-
-    PyTorch 2.13 sends a bmm over an inner dimension of 1, as in the backward pass of a product with
-    one column, to a Triton kernel with offsets of 32 bits (pytorch#196431). Below that size it is
-    right, and can be several times as fast as what PyTorch calls with the variable set, and a peer
-    should be at its best.
-    """
-    wraps = windows.is_cuda and windows.requires_grad and windows.numel() > 2**31
-    if wraps and os.environ.get("TORCH_DISABLE_NATIVE_JIT") != "1":
-        raise Unavailable("over 2^31 elements: needs TORCH_DISABLE_NATIVE_JIT=1")
 
 
 def dynamic_conv_unfolded(case, K):
@@ -124,7 +117,6 @@ def dynamic_conv_unfolded(case, K):
 
     def function(x, kernels):
         windows = unfold(x, K).reshape(-1, case.R, K)
-        refuse_wrapped_offsets(windows)
         return torch.bmm(windows, kernels.softmax(-1).view(-1, K, 1)).view_as(x)
 
     case.needs(2 * K * case.x.numel())
@@ -151,7 +143,6 @@ def light_conv_unfolded(case, K):
 
     def function(x, kernels):
         windows = unfold(x, K).reshape(case.T * case.B, case.H, case.R, K)
-        refuse_wrapped_offsets(windows)
         return torch.einsum("nhrk,hk->nhr", windows, kernels.softmax(-1)).reshape_as(x)
 
     case.needs(2 * K * case.x.numel())
@@ -167,19 +158,12 @@ def depthwise_conv1d(case, K):
     return function, (case.random(case.B, case.C, case.T), case.random(case.C, 1, K))
 
 
-def causal_conv1d(case):
-    """Build the package causal_conv1d's operator, where it is installed."""
-    try:
-        from causal_conv1d import causal_conv1d_fn
-    except ImportError:
-        raise Unavailable("not installed") from None
-    return causal_conv1d_fn, (case.random(case.B, case.C, case.T), case.random(case.C, 4))
-
-
 # name -> (builder, how time grows with T)
 PEERS = {
     "copy": (copy, 1),
     "TaLK": (talk, 1),
+    "TaLK, windows of 3": (partial(talk, window=3), 1),
+    "TaLK, windows of 1,000": (partial(talk, window=1000), 1),
     GRAPH: (talk, 1),
     PUBLISHED: (published_method, 1),
     "self-attention": (self_attention, 2),
@@ -190,5 +174,4 @@ PEERS = {
     "DynamicConv k=31, band": (partial(dynamic_conv_band, K=31), 2),
     "LightConv k=31, unfolded": (partial(light_conv_unfolded, K=31), 1),
     "depthwise conv1d k=31": (partial(depthwise_conv1d, K=31), 1),
-    "causal_conv1d k=4": (causal_conv1d, 1),
 }

@@ -3,8 +3,9 @@
 import math
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
-from pipeline.plots.figures import add_legend, label_logarithm, looks
+from pipeline.plots.figures import add_legend, looks
 
 # How fairseq names what it logs, and how it reads on an axis.
 TITLES = {
@@ -26,6 +27,13 @@ def _time_unit(seconds):
         if seconds > 2 * length:
             return unit, length
     return "seconds", 1
+
+
+def label_logarithm(axis):
+    """Put a logarithmic scale on y, with plain numbers at ticks that do not touch each other."""
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(LogFormatter())
+    axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
 
 
 def curves_figure(runs, keys=None):

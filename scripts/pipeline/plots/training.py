@@ -17,10 +17,9 @@ saving count. A run that was resumed goes on with the time that it had at the ch
 had done beyond that counts neither as updates nor as time.
 """
 
-import argparse
-import sys
 from pathlib import Path
 
+from pipeline.common import command
 from pipeline.common.logs import read_runs
 from pipeline.plots.curves import curves_figure
 from pipeline.plots.figures import save_figure
@@ -50,19 +49,15 @@ def named_runs(arguments):
 
 def main(arguments=None):
     """Run the command; one line and status 2 for a run that cannot be read."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN", help="logs, or folders with one")
-    parser.add_argument(
-        "--output", type=Path, default=Path("curves.png"), help="default: curves.png"
-    )
+    parser = command.parser("plot_training.py", __doc__)
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="[NAME=]RUN", help="logs, or folders with one")
+    add("--output", type=Path, default=Path("curves.png"), help="default: curves.png")
     args = parser.parse_args(arguments)
-    try:
+
+    def draw():
         runs = named_runs(args.runs)
         save_figure(curves_figure(runs), args.output)
-    except (OSError, ValueError) as error:
-        print(f"plot_training.py: {error}", file=sys.stderr)
-        return 2
-    print(f"written: {args.output} of {', '.join(runs)}")
-    return 0
+        print(f"written: {args.output} of {', '.join(runs)}")
+
+    return command.run("plot_training.py", draw, (OSError, ValueError))
