@@ -57,6 +57,14 @@ def _spread_biases(heads, sides):
     return pairs[torch.linspace(0, len(pairs) - 1, heads).round().long()].t().reshape(-1)
 
 
+def _head_windows(heads, largest):
+    """Return a largest window for each head, in whole tokens: 2 to `largest`, in equal ratios."""
+    exponents = torch.linspace(
+        min(1, math.log2(max(largest, 1))), math.log2(max(largest, 1)), heads
+    )
+    return (2**exponents).round().int().clamp(max=largest)
+
+
 class TaLKConv(_RetainsDropout):
     """Predict at each time step how far each head looks, and sum over that window.
 
@@ -72,9 +80,15 @@ class TaLKConv(_RetainsDropout):
         normalize: divide by the largest window (section 3.2); off in the paper's ablation only.
         spread: begin with windows of all lengths, by the biases of the offsets; without it, each
             head begins with about half of the largest window. Not in the paper.
+        spread_windows: give each head a largest window of its own, from 2 tokens to `max_left`
+            (and `max_right`) in equal ratios: near and far heads in one layer. Not in the paper.
+        root_normalize: divide by the square root of the predicted length of each window in place of
+            the largest window, so that short and long windows of independent tokens have outputs
+            of one variance. Not in the paper.
 
     Raises:
-        ValueError: H does not divide C, a window is negative, or a probability outside [0, 1).
+        ValueError: H does not divide C, a window is negative, a probability is outside [0, 1), or
+            `root_normalize` without `normalize`.
     """
 
     def __init__(
@@ -86,6 +100,8 @@ class TaLKConv(_RetainsDropout):
         offset_dropout=0.0,
         normalize=True,
         spread=False,
+        spread_windows=False,
+        root_normalize=False,
     ):
         super().__init__()
         if heads < 1 or channels % heads:
@@ -94,21 +110,30 @@ class TaLKConv(_RetainsDropout):
             if int(size) != size or size < 0:
                 raise ValueError(f"{name}: expected a whole number of tokens >= 0, got {size}")
         _check_probability("offset_dropout", offset_dropout)
+        if root_normalize and not normalize:
+            raise ValueError("root_normalize: expected False without normalize, got True")
         self.channels, self.heads = channels, heads
         self.max_left, self.max_right = max_left, max_right
         self.offset_dropout, self.normalize = offset_dropout, normalize
-        self.offsets = nn.Linear(channels, heads if max_right == 0 else 2 * heads)
+        self.root_normalize = root_normalize
+        sides = [max_left] if max_right == 0 else [max_left, max_right]
+        self.offsets = nn.Linear(channels, len(sides) * heads)
         nn.init.xavier_uniform_(self.offsets.weight)
         nn.init.zeros_(self.offsets.bias)
         if spread:
             with torch.no_grad():
-                self.offsets.bias.copy_(_spread_biases(heads, sides=1 if max_right == 0 else 2))
+                self.offsets.bias.copy_(_spread_biases(heads, len(sides)))
+        # Integers stay exact in a model of float16, and a checkpoint says what it was trained with.
+        windows = torch.cat([_head_windows(heads, side) for side in sides])
+        self.register_buffer("windows", windows if spread_windows else None)
 
     def extra_repr(self):
         return (
             f"{self.channels}, heads={self.heads}, max_left={self.max_left}, "
             f"max_right={self.max_right}, offset_dropout={self.offset_dropout}"
             + ("" if self.normalize else ", normalize=False")
+            + ("" if self.windows is None else ", spread_windows=True")
+            + (", root_normalize=True" if self.root_normalize else "")
         )
 
     def predict_offsets(self, x):
@@ -122,12 +147,24 @@ class TaLKConv(_RetainsDropout):
         if self.dropout_active():
             offsets = F.dropout(offsets, self.offset_dropout)
         if self.max_right == 0:
-            return offsets, None
-        return offsets[..., : self.heads], offsets[..., self.heads :]
+            return self._of_heads(offsets, 0), None
+        return (
+            self._of_heads(offsets[..., : self.heads], 0),
+            self._of_heads(offsets[..., self.heads :], 1),
+        )
+
+    def _of_heads(self, offset, side):
+        """Scale offsets relative to each head's largest window to the layer's largest."""
+        if self.windows is None:
+            return offset
+        largest = max((self.max_left, self.max_right)[side], 1)
+        return offset * self.windows[side * self.heads :][: self.heads] / largest
 
     def forward(self, x):
         """x (T, B, C) -> (T, B, C)."""
-        return self._sum(x, *self.predict_offsets(x))
+        offset_left, offset_right = self.predict_offsets(x)
+        out = talk_conv(x, offset_left, offset_right, self.max_left, self.max_right)
+        return self._normalized(out, offset_left, offset_right)
 
     def step(self, x, state=None):
         """Continue a sequence: the outputs for the new steps `x` (S, B, C), and its state.
@@ -145,11 +182,24 @@ class TaLKConv(_RetainsDropout):
             reach = math.ceil(self.max_left / keep)
             state = TaLKConvState(x.shape[1], x.shape[2], reach, x.dtype, x.device)
         out = talk_conv_update_unchecked(x, offset_left, state, self.max_left)
-        return out if self.normalize else out * (self.max_left + 1), state
+        return self._normalized(out, offset_left, None), state
 
-    def _sum(self, x, offset_left, offset_right):
-        out = talk_conv(x, offset_left, offset_right, self.max_left, self.max_right)
-        return out if self.normalize else out * (self.max_left + self.max_right + 1)
+    def _normalized(self, out, offset_left, offset_right):
+        """Divide as the options say what the operator has divided by the layer's largest window."""
+        largest = self.max_left + self.max_right + 1
+        if not self.normalize:
+            return out * largest
+        if self.root_normalize:
+            length = 1 + offset_left * self.max_left
+            if offset_right is not None:
+                length = length + offset_right * self.max_right
+            factor = largest * length.rsqrt()
+        elif self.windows is not None:
+            factor = largest / (1 + self.windows.view(-1, self.heads).sum(0)).to(offset_left.dtype)
+        else:
+            return out
+        heads = out.unflatten(-1, (self.heads, -1))
+        return (heads * factor.unsqueeze(-1).to(out.dtype)).flatten(-2)
 
 
 class ShortConv(nn.Module):
@@ -218,8 +268,8 @@ class TaLKConvUnit(_RetainsDropout):
     first is ``Linear(C, C)``. Decoders keep their TaLKConvState in `incremental_state`.
 
     Args:
-        channels, heads, max_left, max_right, offset_dropout, normalize, spread: as
-            :class:`TaLKConv`.
+        channels, heads, max_left, max_right, offset_dropout, normalize, spread, spread_windows,
+            root_normalize: as :class:`TaLKConv`.
         glu: gate the first projection.
         input_dropout: probability of dropping an element of the unit's input.
         conv_channels: channels of the convolution, between the two projections (default: C).
@@ -239,6 +289,8 @@ class TaLKConvUnit(_RetainsDropout):
         normalize=True,
         conv_channels=None,
         spread=False,
+        spread_windows=False,
+        root_normalize=False,
         short_kernel=0,
     ):
         super().__init__()
@@ -250,7 +302,15 @@ class TaLKConvUnit(_RetainsDropout):
             ShortConv(conv_channels, short_kernel, max_right == 0) if short_kernel else None
         )
         self.conv = TaLKConv(
-            conv_channels, heads, max_left, max_right, offset_dropout, normalize, spread
+            conv_channels,
+            heads,
+            max_left,
+            max_right,
+            offset_dropout,
+            normalize,
+            spread,
+            spread_windows,
+            root_normalize,
         )
         self.linear2 = nn.Linear(conv_channels, channels)
         for linear in (self.linear1, self.linear2):

@@ -171,8 +171,15 @@ def learn_pieces(text, path):
         path.write_bytes(model.getvalue())
 
 
+# These commands take minutes.
+LONG_PAGES = ("docs/own_data.md",)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", COMMANDS)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.long] * (page in LONG_PAGES)) for page in COMMANDS],
+)
 def test_commands(page, corpus, trained, tmp_path):
     """Each command, on a small corpus and for one epoch; the quick starts have their own tests."""
     quickstart = tmp_path / "quickstart"

@@ -66,6 +66,14 @@ class TaLKConvUnitConfig:
     spread_offsets: bool = field(
         default=False, metadata={"help": "begin with windows of all lengths, one a head"}
     )
+    spread_windows: bool = field(
+        default=False,
+        metadata={"help": "heads have largest windows of their own, from 2 tokens to the layer's"},
+    )
+    root_normalize: bool = field(
+        default=False,
+        metadata={"help": "divide each window's sum by the square root of the window's length"},
+    )
     decoder_short_kernel: int = field(
         default=0,
         metadata={"help": "taps of a depthwise convolution before the decoder's windows (0: none)"},

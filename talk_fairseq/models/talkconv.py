@@ -43,6 +43,8 @@ def build_unit(cfg, side, window):
         normalize=cfg.talk_normalize,
         conv_channels=side.conv_dim,
         spread=cfg.spread_offsets,
+        spread_windows=cfg.spread_windows,
+        root_normalize=cfg.root_normalize,
         short_kernel=side.short_kernel,
     )
     for linear in (unit.linear1, unit.linear2):

@@ -72,6 +72,79 @@ def test_spread_offsets_begin_between_nothing_and_the_largest_window(heads):
         assert pairs.amax(1).min() > 0.87 and pairs.amin(1).max() < 0.02
 
 
+@pytest.mark.parametrize("max_right", [0, 9])
+@pytest.mark.parametrize("root_normalize", [False, True])
+def test_heads_with_largest_windows_of_their_own(max_right, root_normalize):
+    """Each head is the definition with its own window, divided as the options say."""
+    H, R, max_left = 4, 2, 31
+    options = {"spread": True, "spread_windows": True, "root_normalize": root_normalize}
+    conv = TaLKConv(H * R, H, max_left, max_right, **options).double().eval()
+    x = torch.randn(40, 2, H * R, dtype=torch.float64)
+    offsets = torch.sigmoid(conv.offsets(x)).unflatten(-1, (-1, H))
+    left, right = [2, 5, 12, 31], [2, 3, 5, 9] if max_right else [0] * H
+    expected = []
+    for h in range(H):
+        sides = [offsets[:, :, side, h : h + 1] for side in range(offsets.shape[2])]
+        length = 1 + sides[0] * left[h] + (sides[1] * right[h] if max_right else 0)
+        out = oracle.talk_conv(
+            x[..., h * R : (h + 1) * R], sides[0], sides[1] if max_right else None, left[h],
+            right[h],
+        )  # fmt: skip
+        largest = left[h] + right[h] + 1
+        expected.append(out * largest / length.sqrt() if root_normalize else out)
+    expected = torch.cat(expected, -1).detach()
+    assert oracle.worst_error(conv(x), expected) <= oracle.TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("max_right", [0, 2])
+def test_gradients_of_spread_windows_divided_by_their_root(max_right):
+    options = {"spread": True, "spread_windows": True, "root_normalize": True}
+    conv = TaLKConv(4, 2, 5, max_right, **options).double()
+    x = torch.randn(7, 2, 4, dtype=torch.float64, requires_grad=True)
+    parameters = dict(conv.named_parameters())
+
+    def function(x, *values):
+        return torch.func.functional_call(conv, dict(zip(parameters, values)), x)
+
+    assert torch.autograd.gradcheck(function, (x, *parameters.values()))
+
+
+def test_independent_tokens_give_windows_of_all_lengths_one_variance():
+    conv = TaLKConv(64, 8, 63, spread=True, spread_windows=True, root_normalize=True)
+    with torch.no_grad():
+        conv.offsets.weight.zero_()
+    heads = conv(torch.randn(2000, 2, 64))[100:].unflatten(-1, (8, 8))
+    assert (heads.std((0, 1, 3)) - 1).abs().max() < 0.15
+
+
+@pytest.mark.parametrize("largest", [0, 1, 2, 3])
+def test_no_head_looks_further_than_the_largest_window(largest):
+    conv = TaLKConv(8, 4, largest, largest, spread_windows=True).eval()
+    assert conv.windows.max() == largest and conv.windows.min() == min(largest, 2)
+    assert conv(torch.randn(9, 1, 8)).isfinite().all()
+
+
+def test_spread_windows_are_exact_in_every_dtype():
+    conv = TaLKConv(64, 8, 127, spread_windows=True)
+    windows = conv.windows.clone()
+    assert windows.tolist() == [2, 4, 7, 12, 21, 39, 70, 127]
+    assert torch.equal(conv.half().windows, windows) and conv.windows.dtype == torch.int32
+
+
+def test_a_checkpoint_with_other_windows_does_not_load():
+    """Nothing else in it tells that a model was trained without them."""
+    new = TaLKConv(8, 4, 7, spread_windows=True)
+    with pytest.raises(RuntimeError, match="Missing key.*windows"):
+        new.load_state_dict(TaLKConv(8, 4, 7).state_dict())
+    with pytest.raises(RuntimeError, match="Unexpected key.*windows"):
+        TaLKConv(8, 4, 7).load_state_dict(new.state_dict())
+
+
+def test_a_root_of_sums_that_are_not_divided_is_refused():
+    with pytest.raises(ValueError, match="root_normalize: expected False without normalize"):
+        TaLKConv(8, 4, 7, normalize=False, root_normalize=True)
+
+
 def test_a_short_conv_of_nothing_is_refused():
     with pytest.raises(ValueError, match="short_kernel: expected a whole number of tokens >= 1"):
         TaLKConvUnit(8, 2, 5, short_kernel=-1)
@@ -80,8 +153,12 @@ def test_a_short_conv_of_nothing_is_refused():
 @pytest.mark.parametrize("glu", [True, False])
 @pytest.mark.parametrize("max_right", [0, 4])
 @pytest.mark.parametrize("short_kernel", [0, 3])
-def test_padding_changes_nothing(glu, max_right, short_kernel):
-    unit = TaLKConvUnit(8, 2, 5, max_right, glu=glu, short_kernel=short_kernel).eval()
+@pytest.mark.parametrize("root", [False, True])
+def test_padding_changes_nothing(glu, max_right, short_kernel, root):
+    unit = TaLKConvUnit(
+        8, 2, 5, max_right, glu=glu, short_kernel=short_kernel, spread_windows=root,
+        root_normalize=root,
+    ).eval()  # fmt: skip
     x = torch.randn(9, 1, 8)
     alone, weights = unit(x)
     assert weights is None
@@ -97,8 +174,11 @@ def test_padding_changes_nothing(glu, max_right, short_kernel):
 @pytest.mark.parametrize(
     "max_left, short_kernel", [(0, 0), (1, 0), (7, 0), (100, 0), (7, 1), (7, 4), (7, 8)]
 )
-def test_steps_equal_a_full_pass(max_left, short_kernel, chunks):
-    unit = TaLKConvUnit(8, 2, max_left, short_kernel=short_kernel).eval()
+@pytest.mark.parametrize("root", [False, True])
+def test_steps_equal_a_full_pass(max_left, short_kernel, chunks, root):
+    unit = TaLKConvUnit(
+        8, 2, max_left, short_kernel=short_kernel, spread_windows=root, root_normalize=root
+    ).eval()
     x = torch.randn(30, 3, 8)
     expected, _ = unit(x)
     state, outs = {}, []

@@ -312,6 +312,14 @@ def test_a_short_convolution_and_spread_offsets_by_flags():
     assert not any(unit.short for unit in units(model, "decoder"))
 
 
+def test_spread_windows_and_their_roots_by_flags():
+    flags = ["--arch", "talkconv", *SMALL, "--spread-windows", "--root-normalize"]
+    model = build_model(from_flags(*flags), task(99))
+    for side in ("encoder", "decoder"):
+        for unit in units(model, side):
+            assert unit.conv.root_normalize and unit.conv.windows is not None
+
+
 def test_incremental_decoding_equals_a_full_pass(model):
     source, target = torch.randint(4, 99, (3, 11)), torch.randint(4, 99, (3, 40))
     encoder_out = model.encoder(source, torch.tensor([11] * 3))

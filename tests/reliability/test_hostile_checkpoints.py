@@ -368,6 +368,7 @@ def run_fuzz(figure, folder, tmp_path, count, seed):
     assert refused + whole == count and refused > count / 3
 
 
+@pytest.mark.long
 def test_random_damage(folder, tmp_path, figure):
     run_fuzz(figure, folder, tmp_path, count=60, seed=1)
 

@@ -160,6 +160,7 @@ def kill(*arguments):
     return re.search(r"kills survived of kills done: (\d+) of (\d+), (\d+) of them", done.stdout)
 
 
+@pytest.mark.long
 def test_six_kills():
     survived, done, saving = map(int, kill("--kills", 6).groups())
     assert survived == done == 6 and saving >= 1

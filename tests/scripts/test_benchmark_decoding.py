@@ -255,6 +255,7 @@ def state_bytes(state):
     return file.tell()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_as_fast_after_16000_tokens(benchmark, build):
     """A decoder without a search around it: 20 steps from either place, in turn."""

@@ -58,6 +58,7 @@ def run(tree):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("other, status", [(True, 0), (False, 1)])
 def test_known_failures_and_others(tree, other, status):
     (tree / "tests/test_small.py").write_text(TESTS.replace("OTHER", str(other)))

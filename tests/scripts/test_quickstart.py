@@ -116,6 +116,7 @@ def test_by_the_clock_the_rate_is_up_and_then_falls(verses, tmp_path):
     assert taken < 180
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_epochs_that_end_exactly_where_checkpoints_are_saved(tmp_path):
     """Two lines make one batch, so that each update ends an epoch."""

@@ -231,6 +231,7 @@ def test_the_log_has_the_level_of_the_program(program, level):
     assert done.stdout.splitlines()[-1] == level, done.stderr[-3000:]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_processes_resume_one(data, trained, tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
