@@ -54,7 +54,8 @@ models. The curves over time are validation losses over updates times measured s
 Systems and schedules are in configs/verses/PRESET_seq2seq.yaml and PRESET_lm.yaml; --systems takes
 what you add there. Beyond the paper are talkconv_plus (a convolution of 8 tokens before the
 windows, heads that begin with windows of all lengths, and ReLU) and talkconv_plus_wide (the same
-with longer windows).
+with longer windows; in language models heads also have largest windows of their own, and sums are
+divided by the root of each window's length).
 
   --task mt     translation: sacreBLEU with a 95% interval, and p by sacreBLEU's paired bootstrap
                 against TaLK (default)
