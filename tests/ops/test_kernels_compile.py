@@ -47,7 +47,16 @@ def supported_architectures(library):
     return list(architectures)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+# test_machine_code.py compiles float32 and float16 for sm_90.
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "float64",
+        pytest.param("float32", marks=pytest.mark.long),
+        pytest.param("float16", marks=pytest.mark.long),
+        "bfloat16",
+    ],
+)
 @pytest.mark.parametrize("file", KERNELS)
 def test_nvrtc(file, dtype):
     """As CuPy compiles them: one dtype at a time, with no header in reach."""

@@ -114,6 +114,7 @@ def test_stopped_anywhere(tmp_path):
     assert nothing_differs(found, stops)
 
 
+@pytest.mark.long
 def test_two_processes(tmp_path):
     stops = [4, 5]
     found = stopped(tmp_path, 2, 7, "4,5", "--update-freq", "2")
