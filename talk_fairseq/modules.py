@@ -59,10 +59,8 @@ def _spread_biases(heads, sides):
 
 def _head_windows(heads, largest):
     """Return a largest window for each head, in whole tokens: 2 to `largest`, in equal ratios."""
-    exponents = torch.linspace(
-        min(1, math.log2(max(largest, 1))), math.log2(max(largest, 1)), heads
-    )
-    return (2**exponents).round().int().clamp(max=largest)
+    end = math.log2(max(largest, 1))
+    return (2 ** torch.linspace(min(1, end), end, heads)).round().int().clamp(max=largest)
 
 
 class TaLKConv(_RetainsDropout):
@@ -124,8 +122,8 @@ class TaLKConv(_RetainsDropout):
             with torch.no_grad():
                 self.offsets.bias.copy_(_spread_biases(heads, len(sides)))
         # Integers stay exact in a model of float16, and a checkpoint says what it was trained with.
-        windows = torch.cat([_head_windows(heads, side) for side in sides])
-        self.register_buffer("windows", windows if spread_windows else None)
+        windows = [_head_windows(heads, side) for side in sides] if spread_windows else None
+        self.register_buffer("windows", windows and torch.cat(windows))
 
     def extra_repr(self):
         return (

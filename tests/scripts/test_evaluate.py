@@ -374,6 +374,10 @@ def test_a_moving_average_is_scored_in_place_of_the_weights(verses, trained, tmp
     assert not any(value.any() for value in averaged.values())
     with pytest.raises(BadInput, match="--average: expected 1 of a row with a moving average, got"):
         row.model(2)
+    shutil.copy(trained, tmp_path / "checkpoint_last.pt")
+    row._ready = None
+    with pytest.raises(BadInput, match="CHECKPOINTS: expected a moving average in .*, got none"):
+        row.model(1)
 
 
 def test_too_few_checkpoints_are_refused(capfd, verses, folder_of_a_run):

@@ -412,6 +412,17 @@ def test_what_is_there_twice(tmp_path):
         (tmp_path / name / "wiki.test.tokens").write_text(name)
     with pytest.raises(ValueError, match="wiki.test.tokens: expected one file, got .*a/wiki"):
         prepare_archives.gather({"wiki.test.tokens"}, [tmp_path], {}, tmp_path / "extracted")
+    for name in ("a", "b"):  # also where size and time are the same
+        os.utime(tmp_path / name / "wiki.test.tokens", (0, 0))
+    with pytest.raises(ValueError, match="wiki.test.tokens: expected one file, got .*a/wiki"):
+        prepare_archives.gather({"wiki.test.tokens"}, [tmp_path], {}, tmp_path / "extracted")
+    # An archive that has two of them, in two folders.
+    archives.archive(tmp_path / "two.zip", {"x/wiki.test.tokens": "1", "y/wiki.test.tokens": "2"})
+    with pytest.raises(ValueError, match="wiki.test.tokens: expected one file, got .*x/wiki"):
+        found = [tmp_path / "two.zip"]
+        prepare_archives.gather({"wiki.test.tokens"}, found, {}, tmp_path / "two")
+    (tmp_path / "two.zip").unlink()
+    shutil.rmtree(tmp_path / "two")
     # Copies of one file do no harm.
     (tmp_path / "b/wiki.test.tokens").write_text("a")
     prepare_archives.gather({"wiki.test.tokens"}, [tmp_path], {}, tmp_path / "extracted")

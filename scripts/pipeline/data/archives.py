@@ -57,13 +57,19 @@ def gather(wanted, locations, archives, folder):
             only taken if their names start with one of `starts`, since some hold others too.
     """
     found, packed = {}, []
+
+    def add(name, path):
+        first = found.setdefault(name, path)
+        if first != path and not filecmp.cmp(first, path, shallow=False):
+            raise ValueError(f"{name}: expected one file, got {first} and {path}")
+
     for place in locations:
         for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
             name = path.name.removesuffix(".gz")
             if path.name in archives or (path == place and name.endswith(SUFFIXES)):
                 packed.append(path)
-            elif name in wanted and not filecmp.cmp(found.setdefault(name, path), path):
-                raise ValueError(f"{name}: expected one file, got {found[name]} and {path}")
+            elif name in wanted and path.is_file():
+                add(name, path)
     for number, archive in enumerate(packed):
         unpacked = folder / f"{number}_{archive.name}"
         starts = archives.get(archive.name, "")
@@ -71,8 +77,8 @@ def gather(wanted, locations, archives, folder):
         if names and not unpacked.exists():
             unpack(archive, names, unpacked)
         for path in sorted(unpacked.rglob("*")):
-            if path.is_file():
-                found.setdefault(path.name.removesuffix(".gz"), path)
+            if path.is_file() and path.name.removesuffix(".gz") in names:
+                add(path.name.removesuffix(".gz"), path)
     return found
 
 

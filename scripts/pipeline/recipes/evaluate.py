@@ -182,6 +182,10 @@ class Evaluation:
             path = self.output / "averaged.pt"
             state = average_checkpoints(paths)
             if self.ema:
+                if "ema" not in (state.get("extra_state") or {}):
+                    raise BadInput(
+                        f"CHECKPOINTS: expected a moving average in {paths[0]}, got none"
+                    )
                 state["model"] = state["extra_state"]["ema"]
             save(state, path)
         self._ready = average, path
