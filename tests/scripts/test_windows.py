@@ -322,6 +322,14 @@ def test_without_a_target_the_translation(checkpoints, data, load):
             assert score(other) < best
 
 
+def test_a_translation_of_unknown_words(checkpoints, data, load):
+    """A model may generate them, as one does that was hardly trained."""
+    model, task = load(checkpoints["iwslt"], data)
+    unknown = torch.tensor([task.target_dictionary.unk()])
+    tokens, layers = heads.look_at(model, task, str.split, TEXT, unknown)["decoder"]
+    assert tokens == ["</s>", "<unk>"] and layers
+
+
 def test_pieces_are_labelled_as_words():
     labels = plot_windows.labels
     assert labels(["▁al", "umbre", "▁", ",", "</s>"]) == ["al", "·umbre", "▁", "·,", "</s>"]

@@ -138,10 +138,11 @@ def look_at(model, task, cut, text, target=None, names=("--text", "--target"), l
     longest = min(longest, *(limit if isinstance(limit, tuple) else [limit]))
 
     def tokens_of(name, text, dictionary, end_first):
-        pieces = cut(text) if isinstance(text, str) else [dictionary[number] for number in text]
+        is_text = isinstance(text, str)
+        pieces = cut(text) if is_text else [dictionary[number] for number in text]
         if not 0 < len(pieces) < longest:
             raise ValueError(f"{name}: expected 1 to {longest - 1} pieces, got {len(pieces)}")
-        if all(dictionary.index(piece) == dictionary.unk() for piece in pieces):
+        if is_text and all(dictionary.index(piece) == dictionary.unk() for piece in pieces):
             hint = "; --sentencepiece cuts text into pieces" if cut is str.split else ""
             raise ValueError(f"{name}: expected pieces of the dictionary, got unknown ones{hint}")
         end = dictionary[dictionary.eos()]
