@@ -3,8 +3,6 @@ import gzip
 import os
 import re
 import shutil
-import subprocess
-import sys
 from itertools import chain, islice
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import fairseq_commands
 from talk_fairseq.ops import cpu_backend
 
 LONG = False  # whether `--long` is given; also in a process of pytest-xdist
@@ -123,21 +122,18 @@ SMALL = (  # a model that trains in seconds, with odd windows
 ).split()
 
 
-def fairseq(command, *arguments, plugin=PLUGIN, env=None, check=True, **options):
-    """Run ``fairseq-<command>`` with the plugin in its own process; returns what it printed."""
-    name = Path(sys.executable).parent / f"fairseq-{command}"
+def fairseq(command, *arguments, plugin=PLUGIN, check=True, **options):
+    """Run ``fairseq-<command>`` with the plugin in its own process; returns what it printed.
+
+    Args:
+        check: fail unless the command succeeds.
+        options: of `fairseq_commands.run`.
+    """
     user_dir = [] if command in ("preprocess", "hydra-train") else ["--user-dir", plugin]
-    done = subprocess.run(
-        [name, *map(str, (*arguments, *user_dir))],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},  # models too small for more
-        capture_output=True,
-        text=True,
-        timeout=300,
-        **options,
-    )
-    if check:
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout + done.stderr
+    name = command.replace("-", "_")
+    status, printed = fairseq_commands.run(name, *arguments, *user_dir, **options)
+    assert status == 0 or not check, printed[-5000:]
+    return printed
 
 
 @pytest.fixture(scope="session")

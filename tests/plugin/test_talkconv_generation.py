@@ -47,8 +47,12 @@ def hypotheses(printed):
 
 
 def generate(corpus, path, *flags):
-    """What fairseq-generate prints, without the seconds that a process of its own takes."""
+    """What fairseq-generate prints, without the seconds that a process of its own takes.
+
+    Nor has it a process that loads data: PyTorch waits 5 seconds for one whose iterator is garbage.
+    """
     flags = [corpus, "--path", path, "--max-len-b", 15, "--user-dir", PLUGIN, *flags]
+    flags += ["--num-workers", 0]
     parser = options.get_generation_parser()
     args = options.parse_args_and_arch(parser, list(map(str, flags)))
     printed = io.StringIO()
@@ -113,7 +117,7 @@ def test_constraints_are_in_the_translations(corpus, trained, tmp_path, capsys):
     (tmp_path / "source").write_text("en el principio\tlight\tthe earth\ny la tierra\n")
     flags = [corpus, "--path", trained, "--max-len-b", 15, "--user-dir", PLUGIN]
     flags += ["--constraints", "--beam", 5, "--input", tmp_path / "source", "--buffer-size", 2]
-    flags += ["--batch-size", 2, "--source-lang", "es", "--target-lang", "en"]
+    flags += ["--batch-size", 2, "--source-lang", "es", "--target-lang", "en", "--num-workers", 0]
     parser = options.get_interactive_generation_parser()
     args = options.parse_args_and_arch(parser, list(map(str, flags)))
     fairseq_cli.interactive.main(convert_namespace_to_omegaconf(args))

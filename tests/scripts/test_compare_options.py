@@ -46,10 +46,6 @@ def test_sizes_that_differ_are_an_error():
     [
         (["--systems", "talkconv,rnn"], "--systems: expected some of talkconv,"),
         (["--task", "lm", "--systems", "convs2s"], "--systems: expected some of"),
-        (["--seeds", "0"], "--seeds: expected at least 1, got 0"),
-        (["--updates", "-1"], "--updates: expected at least 1"),
-        (["--turns", "0"], "--turns: expected at least 1"),
-        (["--jobs", "0"], "--jobs: expected at least 1"),
         (["--lr", "1e-3,much"], "--lr: expected positive numbers, got '1e-3,much'"),
         (["--lr", "0"], "--lr: expected positive numbers"),
         (["--lr", "nan"], "--lr: expected positive numbers"),
@@ -62,6 +58,17 @@ def test_sizes_that_differ_are_an_error():
 )
 def test_options_that_cannot_be_used(tmp_path, capsys, arguments, expected):
     assert expected in refusal(capsys, "--out", tmp_path / "run", *arguments)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "option, value", [("--seeds", 0), ("--updates", -1), ("--turns", 0), ("--jobs", 0)]
+)
+def test_numbers_that_cannot_be_used(tmp_path, capsys, option, value):
+    with pytest.raises(SystemExit):
+        sweep.main([f"{option}={value}", "--out", str(tmp_path / "run")])
+    expected = f"{option}: expected a whole number of at least 1, got '{value}'"
+    assert expected in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

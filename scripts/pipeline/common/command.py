@@ -1,6 +1,7 @@
 """How the commands stop: one line on the standard error, and an exit status."""
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -75,14 +76,18 @@ def parser(name, description, epilog=None):
     )
 
 
-def positive(kind):
-    """Return a type for argparse: a number of `kind` above 0."""
+def at_least(least):
+    """Return a type for argparse: a number of at least `least`, and whole where `least` is."""
+    kind = type(least)
 
-    def parse(text):
-        value = kind(text)
-        if not value > 0:
-            raise ValueError
+    def number(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < math.inf:
+            name = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"expected {name} of at least {least}, got {text!r}")
         return value
 
-    parse.__name__ = f"positive {kind.__name__}"
-    return parse
+    return number

@@ -10,7 +10,7 @@ import threading
 import warnings
 from pathlib import Path
 
-from pipeline.common.command import BadInput, Failed, parser, run
+from pipeline.common.command import BadInput, Failed, at_least, parser, run
 from pipeline.common.fairseq import (
     BatchBar,
     Commands,
@@ -105,14 +105,14 @@ def parse(arguments=None):
     add("--target-lang", metavar="NAME", help="how its target files end (default: en)")
     add("--out", type=Path, help="folder for everything (default: compare/TASK_PRESET)")
     add("--systems", metavar="A,B", help="which to compare (default: all)")
-    add("--seeds", type=int, metavar="N",
+    add("--seeds", type=at_least(1), metavar="N",
         help="runs of each system, with seeds 1 to N (default: 1; gpu: 3)")  # fmt: skip
-    add("--updates", type=int, metavar="N",
+    add("--updates", type=at_least(1), metavar="N",
         help="of each run (default: 1,600; lm: 1,200; summ: 2,000; gpu: 2,500)")  # fmt: skip
     add("--lr", metavar="A,B", help="peak learning rates to try (default: the preset's)")
-    add("--jobs", type=int, metavar="N", help="trainings side by side (default: one per core, at "
-        "most 4; gpu: 1)")  # fmt: skip
-    add("--turns", type=int, metavar="N", default=5,
+    add("--jobs", type=at_least(1), metavar="N",
+        help="trainings side by side (default: one per core, at most 4; gpu: 1)")  # fmt: skip
+    add("--turns", type=at_least(1), metavar="N", default=5,
         help="turns of the speed measurement (default: 5)")  # fmt: skip
     add("--restart", action="store_true", help="throw away what an earlier comparison left there")
     args = options.parse_args(arguments)
@@ -127,11 +127,9 @@ def parse(arguments=None):
         "updates": args.schedule.updates,
         "jobs": min(cores(), 4) if args.device == "cpu" else 1,
     }
-    for name in (*defaults, "turns"):
+    for name in defaults:
         if getattr(args, name) is None:
             setattr(args, name, defaults[name])
-        if getattr(args, name) < 1:
-            raise BadInput(f"--{name}: expected at least 1, got {getattr(args, name)}")
     args.rates = parse_rates(args.lr) if args.lr else list(args.schedule.rates)
     args.systems = choose_systems(args, preset.systems)
     args.languages = choose_languages(args)

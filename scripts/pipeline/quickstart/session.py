@@ -4,13 +4,12 @@ import argparse
 import hashlib
 import json
 import os
-import re
 import signal
 import time
 from pathlib import Path
 
 from pipeline.common import systems
-from pipeline.common.command import BadInput, parser
+from pipeline.common.command import BadInput, at_least, parser
 from pipeline.common.fairseq import Commands, binarising, in_words
 from pipeline.common.files import read_lines, write_lines
 from pipeline.common.folder import Folder, show
@@ -37,8 +36,8 @@ def options(name, description, out, each="", data="{train,valid,test}.{SOURCE,TA
     parse = parser(name, description)
     parse.usage = "%(prog)s [options]"
     for flag, metavar, kind, default, text in (
-        ("--minutes", "N", _minutes, 9.0, "time for all of it after set-up (default: 9)"),
-        ("--updates", "N", _updates, None,
+        ("--minutes", "N", at_least(2.0), 9.0, "time for all of it after set-up (default: 9)"),
+        ("--updates", "N", at_least(1), None,
          f"train {each}for N updates, however long they take, instead of by the clock"),
         ("--out", "DIR", _from_here, Path(out),
          f"folder for everything it makes (default: {out}, in the project's root)"),
@@ -66,18 +65,6 @@ def given(text):
 
 def _from_here(text):
     return Path.cwd() / given(text)
-
-
-def _minutes(text):
-    if not re.fullmatch(r"([2-9]|[1-9][0-9]{1,4})(\.[0-9]+)?", text):
-        raise argparse.ArgumentTypeError(f"expected a number of at least 2, got {text}")
-    return float(text)
-
-
-def _updates(text):
-    if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
-    return int(text)
 
 
 class Session:

@@ -38,7 +38,7 @@ MAY_CHANGE = HARMLESS | {
 
 def parse(arguments):
     parser = command.parser("train.sh", DESCRIPTION)
-    count = command.positive(int)
+    count = command.at_least(1)
     add = parser.add_argument
     add("name", metavar="NAME", help="a file of configs/, without .yaml, or the path of a YAML")
     add("overrides", nargs="*", metavar="GROUP.KEY=VALUE", help="options that replace the config's")
@@ -49,7 +49,8 @@ def parse(arguments):
     add("--nodes", type=count, default=1, metavar="N", help="number of nodes")
     add("--rendezvous", metavar="HOST[:PORT]", help="the node of --nodes where all of them meet")
     add("--precision", choices=("fp32", "fp16", "bf16"), help="(default: the config's; CPU: fp32)")
-    add("--restarts", type=int, default=0, metavar="N", help="go on when a process dies, N times")
+    add("--restarts", type=command.at_least(0), default=0, metavar="N",
+        help="go on when a process dies, up to N times (default: 0)")  # fmt: skip
     add("--dry-run", action="store_true", help="print the command and stop")
     return parser.parse_intermixed_args(arguments)
 

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+import fairseq_commands
 from conftest import PLUGIN
 
 pytest.importorskip("fairseq")
@@ -26,18 +27,10 @@ from talk_fairseq.compat import text
 
 def fairseq(command, *arguments, fails=False, **options_of_run):
     """Run a command of fairseq with the plugin; its output, or its last line if it ``fails``."""
-    code = f"from fairseq_cli.{command} import cli_main; cli_main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments), "--user-dir", str(PLUGIN)],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=quiet_environment(),
-        check=False,
-        **options_of_run,
-    )
-    assert (done.returncode != 0) == fails, done.stdout[-3000:]
-    return done.stdout.strip().splitlines()[-1] if fails else done.stdout
+    flags = [*arguments, "--user-dir", PLUGIN]
+    status, printed = fairseq_commands.run(command, *flags, **options_of_run)
+    assert (status != 0) == fails, printed[-3000:]
+    return printed.strip().splitlines()[-1] if fails else printed
 
 
 SIZES = [
@@ -121,9 +114,8 @@ def test_diverse_beams_and_sentences_over_the_maximum(data, trained, corpus):
 
 
 def test_interactive_translates_every_line(data, trained, corpus):
-    with open(corpus / "test.de") as lines:
-        path = f"--path={trained / 'checkpoint_best.pt'}"
-        out = fairseq("interactive", data, path, *SHORT, "--buffer-size=100", stdin=lines)
+    path, lines = f"--path={trained / 'checkpoint_best.pt'}", corpus / "test.de"
+    out = fairseq("interactive", data, path, *SHORT, "--buffer-size=100", stdin=lines)
     assert len(hypotheses(out)) == 43
 
 
