@@ -93,9 +93,17 @@ _BIG_LM = {
     "decoder_attention_heads": 16,
 }
 
+_PLUS_LM = {name: value for name, value in _PLUS.items() if not name.startswith("encoder")}
+
 TALKCONV_LM = {
     # Beyond the paper.
-    "talkconv_plus_lm": {k: v for k, v in _PLUS.items() if not k.startswith("encoder")},
+    "talkconv_plus_lm": _PLUS_LM,
+    "talkconv_plus_wide_lm": {
+        **_PLUS_LM,
+        "decoder_max_left": "3,15,63,127x3",
+        "spread_windows": True,
+        "root_normalize": True,
+    },
     "talkconv_lm_big": {**_BIG_LM, "decoder_layers": 12, "decoder_max_left": "3,7,15,31x9"},
     # The paper's model (appendix A) with the released heads and windows (the paper has 8 heads,
     # and one window fewer than layers): no final norm, and everything tied that can be.

@@ -93,6 +93,17 @@ def test_what_goes_beyond_the_paper():
         assert layer.activation_fn is torch.nn.functional.relu
 
 
+def test_wide_windows_of_each_head():
+    wide, plus = (build(from_flags("--arch", f"talkconv_plus{w}_lm"), 100) for w in ("_wide", ""))
+    assert windows(wide) == [3, 15, 63, 127, 127, 127]
+    shapes = ({n: p.shape for n, p in model.named_parameters()} for model in (wide, plus))
+    assert next(shapes) == next(shapes)
+    for layer in wide.decoder.layers:
+        conv = layer.self_attn.conv
+        assert conv.root_normalize and conv.windows is not None
+        assert layer.activation_fn is torch.nn.functional.relu
+
+
 def test_wiki103_ties_what_can_be_tied():
     decoder = build(from_flags("--arch", "talkconv_lm_wiki103"), 70000).decoder
     softmax, bands = decoder.adaptive_softmax, decoder.embed_tokens.embeddings
