@@ -9,7 +9,7 @@ import fairseq.options
 import fairseq.trainer
 import torch
 
-from talk_fairseq.compat.patching import applies, overlay, patches
+from talk_fairseq.compat.patching import overlay, patches
 
 
 @patches(fairseq.options, "parse_args_and_arch")
@@ -40,23 +40,17 @@ def refuse_fp16_on_cpu(original, self, cfg, *args, **kwargs):
     return original(self, cfg, *args, **kwargs)
 
 
-@applies
-def keep_overflows_on_cpu():
-    """Keep what the trainer makes a tensor of on the CPU, where there is no GPU.
+def tensor_that_stays(*args, **kwargs):
+    """Make a tensor whose ``cuda()`` is itself where there is no GPU."""
+    value = torch.tensor(*args, **kwargs)
+    if not torch.cuda.is_available():
+        value.cuda = value.cpu
+    return value
 
-    Without it: ``--memory-efficient-fp16`` ends at the first overflow with ``Torch not compiled
-    with CUDA enabled``: the trainer moves the norm of the gradients, a zero then, to a GPU.
-    """
 
-    class OnTheCPU(torch.Tensor):
-        def cuda(self, *args, **kwargs):
-            return self.as_subclass(torch.Tensor)
-
-    def tensor(*args, **kwargs):
-        value = torch.tensor(*args, **kwargs)
-        return value if torch.cuda.is_available() else value.as_subclass(OnTheCPU)
-
-    overlay(fairseq.trainer, torch, tensor=tensor)
+# Without it: ``--memory-efficient-fp16`` on a CPU ends at the first overflow with ``Torch not
+# compiled with CUDA enabled``: the trainer moves the norm of the gradients, then 0, to a GPU.
+overlay(fairseq.trainer, "torch", tensor=tensor_that_stays)
 
 
 @patches(fairseq.optim.amp_optimizer.AMPOptimizer, "clip_grad_norm")

@@ -7,11 +7,10 @@ import fairseq.data.data_utils
 import fairseq.data.iterators
 import fairseq.data.language_pair_dataset
 import fairseq.data.token_block_dataset
-import fairseq.modules.dynamic_crf_layer
 import fairseq.tasks.fairseq_task
 import numpy as np
 
-from talk_fairseq.compat.patching import applies, overlay, patches
+from talk_fairseq.compat.patching import overlay, patches
 
 
 @patches(fairseq.data.data_utils, "batch_by_size")
@@ -106,28 +105,12 @@ def resume_epoch_with_other_world_size(original, self, state_dict):
     return original(self, {**state_dict, "iterations_in_epoch": done // self.num_shards})
 
 
-@applies
-def restore_old_numpy_names():
-    """Give ``np.float``, ``np.compat.long`` and ``percentile(interpolation=)`` back to fairseq.
+def percentile(*args, interpolation="linear", **kwargs):
+    """Return ``np.percentile``, with numpy 1's name of ``method``."""
+    return np.percentile(*args, method=interpolation, **kwargs)
 
-    Only its four modules that use the names see them. (``np.int`` is left: only the masking of
-    audio without overlap uses it, which calls a ``Generator.randint`` that never was.) Without it:
-    ``--sample-break-mode eos``, ``--num-batch-buckets`` and the CRF layer fail with numpy 2.
-    """
 
-    def percentile(*args, interpolation="linear", **kwargs):
-        return np.percentile(*args, **{"method": interpolation, **kwargs})
-
-    for module in (
-        fairseq.data.data_utils,
-        fairseq.data.language_pair_dataset,
-        fairseq.data.token_block_dataset,
-        fairseq.modules.dynamic_crf_layer,
-    ):
-        overlay(
-            module,
-            np,
-            float=float,
-            compat=types.SimpleNamespace(long=np.int64),
-            percentile=percentile,
-        )
+# Without these: ``--sample-break-mode eos`` and ``--num-batch-buckets`` fail with numpy 2.
+overlay(fairseq.data.data_utils, "np", percentile=percentile)
+for module in (fairseq.data.language_pair_dataset, fairseq.data.token_block_dataset):
+    overlay(module, "np", compat=types.SimpleNamespace(long=np.int64))

@@ -5,17 +5,12 @@ import math
 import fairseq.ngram_repeat_block
 import fairseq.search
 import fairseq.tasks.language_modeling
-import fairseq.tasks.multilingual_language_modeling
 import torch
 
-from talk_fairseq.compat.patching import patches, replaces
+from talk_fairseq.compat.patching import patches
 
 
 @patches(fairseq.tasks.language_modeling.LanguageModelingTask, "eval_lm_dataloader")
-@patches(
-    fairseq.tasks.multilingual_language_modeling.MultilingualLanguageModelingTask,
-    "eval_lm_dataloader",
-)
 def score_every_token(original, self, dataset, *args, max_positions=None, **kwargs):
     """Raise ValueError where ``fairseq-eval-lm`` would skip blocks over the model's maximum.
 
@@ -33,8 +28,7 @@ def score_every_token(original, self, dataset, *args, max_positions=None, **kwar
     return original(self, dataset, *args, max_positions=max_positions, **kwargs)
 
 
-@replaces(fairseq.ngram_repeat_block.NGramRepeatBlock, "_no_repeat_ngram")
-def block_repeated_ngrams(self, tokens, lprobs, bsz: int, beam_size: int, step: int):
+def _no_repeat_ngram(self, tokens, lprobs, bsz: int, beam_size: int, step: int):
     """Block the n-grams of ``--no-repeat-ngram-size`` without fairseq's CUDA extension.
 
     A row that would be left without any word stays as it is: a prompt or a prefix allows one word
@@ -56,6 +50,10 @@ def block_repeated_ngrams(self, tokens, lprobs, bsz: int, beam_size: int, step: 
         kept = lprobs.masked_fill(blocked > 0, -math.inf)
         lprobs.copy_(torch.where(kept.isneginf().all(dim=1, keepdim=True), lprobs, kept))
     return lprobs
+
+
+# TorchScript reads the source of the function that stands here: a wrapper would show the original.
+fairseq.ngram_repeat_block.NGramRepeatBlock._no_repeat_ngram = _no_repeat_ngram
 
 
 @patches(fairseq.search.DiverseBeamSearch, "step")

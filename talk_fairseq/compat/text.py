@@ -9,7 +9,7 @@ import fairseq.file_chunker_utils
 import fairseq.modules.learned_positional_embedding
 import fairseq.tasks.fairseq_task
 
-from talk_fairseq.compat.patching import applies, patches, patches_command
+from talk_fairseq.compat.patching import patches, patches_command
 
 # --- Lines ---
 
@@ -28,14 +28,9 @@ def utf8_lines(file, name):
             raise ValueError(f"{name}: line {number}: expected UTF-8, got {got}") from None
 
 
-@applies
-def end_lines_at_line_feeds():
-    """End lines at line feeds alone in ``fairseq-preprocess``.
-
-    Without it: lines also end at lone carriage returns, so that there are more sentences than
-    ``wc -l`` counts, and every later pair is one off.
-    """
-    fairseq.file_chunker_utils.open = functools.partial(open, newline="\n")
+# ``fairseq-preprocess`` ends lines at line feeds alone. Without it: they also end at lone carriage
+# returns, so that there are more sentences than ``wc -l`` counts, and every later pair is one off.
+fairseq.file_chunker_utils.open = functools.partial(open, newline="\n")
 
 
 @patches_command("interactive", "buffered_read")
