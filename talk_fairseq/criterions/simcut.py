@@ -5,7 +5,7 @@
 """
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from fairseq.criterions import register_criterion
@@ -15,17 +15,15 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 )
 from torch.nn import functional as F
 
+from talk_fairseq.models.config import option
+
 
 @dataclass
 class SimCutConfig(LabelSmoothedCrossEntropyCriterionConfig):
     """The options of fairseq's label smoothing, and these."""
 
-    simcut_alpha: float = field(
-        default=3.0, metadata={"help": "weight of the divergence; 0 is label smoothing alone"}
-    )
-    simcut_cutoff: float = field(
-        default=0.05, metadata={"help": "probability of cutting the embedding of a token"}
-    )
+    simcut_alpha: float = option(3.0, "weight of the divergence; 0 is label smoothing alone")
+    simcut_cutoff: float = option(0.05, "probability of cutting the embedding of a token")
 
 
 @register_criterion("label_smoothed_cross_entropy_with_simcut", dataclass=SimCutConfig)

@@ -1,7 +1,7 @@
 """The TaLK-Conv encoder-decoder: fairseq's Transformer with TaLKConvUnit for self-attention."""
 
-import glob
 import os
+from pathlib import Path
 
 from fairseq.distributed import fsdp_wrap
 from fairseq.models import register_model
@@ -19,24 +19,20 @@ from fairseq.modules.transformer_layer import (
 
 from talk_fairseq.models import encoder_attention
 from talk_fairseq.models.archs import TALKCONV, register_archs
-from talk_fairseq.models.config import (
-    TaLKConvConfig,
-    TaLKConvUnitConfig,  # noqa: F401
-    add_flags,
-    nested_config,
-    window_list,
-)
-from talk_fairseq.models.pruning import keep_layers, prune_parameters
+from talk_fairseq.models.config import TaLKConvConfig, add_flags, nested_config, set_windows
+from talk_fairseq.models.pruning import prune_parameters
 from talk_fairseq.models.released import rename_parameters
 from talk_fairseq.modules import TaLKConvUnit
 
 
-def build_unit(cfg, side, window):
-    """Return the unit, a ``cfg.unit``, of a layer of ``side`` (cfg.encoder or cfg.decoder)."""
+def build_unit(cfg, side):
+    """Return the unit, a ``cfg.unit``, of the next layer of ``side`` (cfg.encoder or cfg.decoder)."""
+    max_left, max_right = side.windows.pop(0)
     unit = cfg.unit(
         side.embed_dim,
         side.talk_heads or side.attention_heads,
-        *window,
+        max_left,
+        max_right,
         glu=side.glu,
         input_dropout=cfg.input_dropout,
         offset_dropout=cfg.offset_dropout,
@@ -62,47 +58,26 @@ def wrap_layer(layer, cfg):
 
 
 class TaLKConvEncoderLayer(TransformerEncoderLayerBase):
-    """fairseq's encoder layer with a two-sided window ``(max_left, max_right)``."""
-
-    def __init__(self, cfg, window, return_fc=False):
-        self.window = window
-        super().__init__(cfg, return_fc)
+    """fairseq's encoder layer with a two-sided window."""
 
     def build_self_attention(self, embed_dim, cfg):
-        return build_unit(cfg, cfg.encoder, self.window)
+        return build_unit(cfg, cfg.encoder)
 
 
 class TaLKConvEncoder(TransformerEncoderBase):
-    def __init__(self, cfg, dictionary, embed_tokens, return_fc=False):
-        left, right = cfg.encoder.max_left, cfg.encoder.max_right
-        layers = cfg.encoder.layers
-        left = window_list("encoder_max_left", left, layers)
-        right = left if right is None else window_list("encoder_max_right", right, layers)
-        self._windows = iter(list(zip(left, right)))
-        super().__init__(cfg, dictionary, embed_tokens, return_fc)
-        del self._windows
-
     def build_encoder_layer(self, cfg):
-        return wrap_layer(TaLKConvEncoderLayer(cfg, next(self._windows), self.return_fc), cfg)
+        return wrap_layer(TaLKConvEncoderLayer(cfg, self.return_fc), cfg)
 
     def reorder_encoder_out(self, encoder_out, new_order):
         """Note the new order under "rows", which is all that a TaLKConvDecoder needs."""
         return encoder_attention.reorder_encoder_out(encoder_out, new_order)
 
-    def upgrade_state_dict_named(self, state_dict, name):
-        rename_parameters(state_dict, name)
-        return super().upgrade_state_dict_named(state_dict, name)
-
 
 class TaLKConvDecoderLayer(TransformerDecoderLayerBase):
-    """fairseq's decoder layer with a causal window of `max_left`."""
-
-    def __init__(self, cfg, max_left, no_encoder_attn=False):
-        self.window = (max_left, 0)
-        super().__init__(cfg, no_encoder_attn)
+    """fairseq's decoder layer with a causal window."""
 
     def build_self_attention(self, embed_dim, cfg, add_bias_kv=False, add_zero_attn=False):
-        return build_unit(cfg, cfg.decoder, self.window)
+        return build_unit(cfg, cfg.decoder)
 
     def build_encoder_attention(self, embed_dim, cfg):
         return encoder_attention.EncoderAttention(
@@ -144,18 +119,8 @@ class TaLKConvDecoderLayer(TransformerDecoderLayerBase):
 
 
 class TaLKConvDecoder(TransformerDecoderBase):
-    def __init__(self, cfg, dictionary, embed_tokens, no_encoder_attn=False, **kwargs):
-        windows = window_list("decoder_max_left", cfg.decoder.max_left, cfg.decoder.layers)
-        self._windows = iter(windows)
-        super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn, **kwargs)
-        del self._windows
-
     def build_decoder_layer(self, cfg, no_encoder_attn=False):
-        return wrap_layer(TaLKConvDecoderLayer(cfg, next(self._windows), no_encoder_attn), cfg)
-
-    def upgrade_state_dict_named(self, state_dict, name):
-        rename_parameters(state_dict, name)
-        return super().upgrade_state_dict_named(state_dict, name)
+        return wrap_layer(TaLKConvDecoderLayer(cfg, no_encoder_attn), cfg)
 
     def extract_features(
         self, prev_output_tokens, encoder_out=None, incremental_state=None, **kwargs
@@ -202,11 +167,11 @@ class TaLKConvModelBase:
         Raises ValueError that names ``data_name_or_path`` where it is no folder with dictionaries;
         one that begins with ``.`` is below the folder of the model.
         """
-        folder = str(data_name_or_path)
-        if folder.startswith("."):
-            folder = os.path.join(model_name_or_path, folder)
-        if os.path.isdir(model_name_or_path) and not os.path.isfile(folder):
-            if not glob.glob(os.path.join(glob.escape(folder), "dict*.txt")):
+        folder = Path(data_name_or_path)
+        if str(data_name_or_path).startswith("."):
+            folder = Path(model_name_or_path, folder)
+        if os.path.isdir(model_name_or_path) and not folder.is_file():
+            if not any(folder.glob("dict*.txt")):
                 raise ValueError(
                     f"data_name_or_path: expected a folder with dictionaries (dict*.txt), got "
                     f"{folder}"
@@ -215,14 +180,20 @@ class TaLKConvModelBase:
             model_name_or_path, checkpoint_file, data_name_or_path, **kwargs
         )
 
+    def upgrade_state_dict_named(self, state_dict, name):
+        """Give parameters of old checkpoints, published ones among them, their names of today."""
+        rename_parameters(state_dict)
+        return super().upgrade_state_dict_named(state_dict, name)
+
     def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
         """Load `state_dict`, of which `prune_parameters` leaves out layers.
 
         fairseq's own pruning, from `model_cfg`, would leave out layers of a pruned model again.
         """
         for name in ("encoder", "decoder"):
-            side = getattr(self.decoder.cfg, name)
-            state_dict = prune_parameters(state_dict, side, name)
+            kept = getattr(getattr(self.decoder.cfg, name), "kept", None)
+            if kept is not None:
+                state_dict = prune_parameters(state_dict, name, kept)
         return super().load_state_dict(state_dict, strict)
 
 
@@ -238,8 +209,8 @@ class TaLKConvModel(TaLKConvModelBase, TransformerModelBase):
     def build_model(cls, cfg, task):
         cfg = nested_config(cfg, TaLKConvConfig)
         cfg.unit = cls.unit
-        keep_layers(cfg.encoder, "encoder", "max_left", "max_right")
-        keep_layers(cfg.decoder, "decoder", "max_left")
+        set_windows(cfg.encoder, "encoder")
+        set_windows(cfg.decoder, "decoder")
         return super().build_model(cfg, task)
 
     @classmethod

@@ -14,7 +14,8 @@ from fairseq import checkpoint_utils
 from fairseq.models import build_model
 from fairseq.models.transformer import TransformerConfig
 
-from talk_fairseq.models.talkconv import TaLKConvConfig, TaLKConvModel, nested_config, window_list
+from talk_fairseq.models.config import TaLKConvConfig, nested_config, window_list
+from talk_fairseq.models.talkconv import TaLKConvModel
 from talk_fairseq.modules import TaLKConvUnit
 
 # --- The paper's archs ---
