@@ -266,12 +266,12 @@ class TaLKConvUnit(_RetainsDropout):
     first is ``Linear(C, C)``. Decoders keep their TaLKConvState in `incremental_state`.
 
     Args:
-        channels, heads, max_left, max_right, offset_dropout, normalize, spread, spread_windows,
-            root_normalize: as :class:`TaLKConv`.
+        channels, heads, max_left, max_right: as :class:`TaLKConv`.
         glu: gate the first projection.
         input_dropout: probability of dropping an element of the unit's input.
         conv_channels: channels of the convolution, between the two projections (default: C).
         short_kernel: taps of a :class:`ShortConv` before the windows; 0 for none, as in the paper.
+        options: the others of :class:`TaLKConv`, from `offset_dropout` on.
     """
 
     def __init__(
@@ -283,13 +283,9 @@ class TaLKConvUnit(_RetainsDropout):
         *,
         glu=True,
         input_dropout=0.0,
-        offset_dropout=0.0,
-        normalize=True,
         conv_channels=None,
-        spread=False,
-        spread_windows=False,
-        root_normalize=False,
         short_kernel=0,
+        **options,
     ):
         super().__init__()
         _check_probability("input_dropout", input_dropout)
@@ -299,17 +295,7 @@ class TaLKConvUnit(_RetainsDropout):
         self.short = (
             ShortConv(conv_channels, short_kernel, max_right == 0) if short_kernel else None
         )
-        self.conv = TaLKConv(
-            conv_channels,
-            heads,
-            max_left,
-            max_right,
-            offset_dropout,
-            normalize,
-            spread,
-            spread_windows,
-            root_normalize,
-        )
+        self.conv = TaLKConv(conv_channels, heads, max_left, max_right, **options)
         self.linear2 = nn.Linear(conv_channels, channels)
         for linear in (self.linear1, self.linear2):
             nn.init.xavier_uniform_(linear.weight)

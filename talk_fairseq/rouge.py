@@ -33,7 +33,11 @@ def rouge_sums(hypotheses, references, sentence_separator=None, stemming=True):
             f"hypotheses: expected one for each of {len(references)} references, "
             f"got {len(hypotheses)}"
         )
-    scorer = _scorer(stemming)
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise ImportError("ROUGE needs the package rouge-score: pip install rouge-score") from error
+    scorer = RougeScorer(list(KINDS.values()), use_stemmer=stemming)
     sums = dict.fromkeys(KINDS, 0.0)
     for hypothesis, reference in zip(hypotheses, references):
         if sentence_separator:
@@ -59,11 +63,3 @@ def rouge(hypotheses, references, sentence_separator=None, stemming=True):
 def version():
     """Return the version of rouge-score that is installed."""
     return importlib.metadata.version("rouge-score")
-
-
-def _scorer(stemming):
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        raise ImportError("ROUGE needs the package rouge-score: pip install rouge-score") from error
-    return RougeScorer(list(KINDS.values()), use_stemmer=stemming)

@@ -1,8 +1,8 @@
 """Translate checkpoints of the published TaLK implementation into our names.
 
 They hold the options as a Namespace of fairseq 0.9 or 0.10. `upgrade` translates those where
-fairseq upgrades what it has read (compat/checkpoints.py); the models rename the
-parameters where fairseq upgrades what it loads (`rename_parameters`).
+fairseq upgrades what it has read (compat/checkpoints.py); the models call `rename_parameters` where
+fairseq upgrades what it loads.
 """
 
 import argparse

@@ -1,8 +1,6 @@
 """The TaLK-Conv encoder-decoder: fairseq's Transformer with TaLKConvUnit for self-attention."""
 
-import os
-from pathlib import Path
-
+import torch
 from fairseq.distributed import fsdp_wrap
 from fairseq.models import register_model
 from fairseq.models.transformer import (
@@ -26,7 +24,7 @@ from talk_fairseq.modules import TaLKConvUnit
 
 
 def build_unit(cfg, side):
-    """Return the unit, a ``cfg.unit``, of the next layer of ``side`` (cfg.encoder or cfg.decoder)."""
+    """Return the ``cfg.unit`` of the next layer of ``side`` (cfg.encoder or cfg.decoder)."""
     max_left, max_right = side.windows.pop(0)
     unit = cfg.unit(
         side.embed_dim,
@@ -69,8 +67,10 @@ class TaLKConvEncoder(TransformerEncoderBase):
         return wrap_layer(TaLKConvEncoderLayer(cfg, self.return_fc), cfg)
 
     def reorder_encoder_out(self, encoder_out, new_order):
-        """Note the new order under "rows", which is all that a TaLKConvDecoder needs."""
-        return encoder_attention.reorder_encoder_out(encoder_out, new_order)
+        """Note the sentence of each row under "rows", which is all that a TaLKConvDecoder needs."""
+        N = encoder_out["encoder_out"][0].shape[1]
+        rows = encoder_out.get("rows") or [torch.arange(N, device=new_order.device)]
+        return {**encoder_out, "rows": [rows[0].index_select(0, new_order)]}
 
 
 class TaLKConvDecoderLayer(TransformerDecoderLayerBase):
@@ -80,42 +80,9 @@ class TaLKConvDecoderLayer(TransformerDecoderLayerBase):
         return build_unit(cfg, cfg.decoder)
 
     def build_encoder_attention(self, embed_dim, cfg):
-        return encoder_attention.EncoderAttention(
-            embed_dim,
-            cfg.decoder.attention_heads,
-            kdim=cfg.encoder.embed_dim,
-            vdim=cfg.encoder.embed_dim,
-            dropout=cfg.attention_dropout,
-            encoder_decoder_attention=True,
-            q_noise=self.quant_noise,
-            qn_block_size=self.quant_noise_block_size,
-            xformers_att_config=cfg.encoder.xformers_att_config,
-        )
-
-    def forward(
-        self,
-        x,
-        encoder_out=None,
-        encoder_padding_mask=None,
-        incremental_state=None,
-        *args,
-        need_attn=False,
-        need_head_weights=False,
-        **kwargs,
-    ):
-        # fairseq's decoder asks its last layer for attention weights even where its generator
-        # has said that nobody will read them.
-        wanted = self.need_attn or incremental_state is None
-        return super().forward(
-            x,
-            encoder_out,
-            encoder_padding_mask,
-            incremental_state,
-            *args,
-            need_attn=need_attn and wanted,
-            need_head_weights=need_head_weights and wanted,
-            **kwargs,
-        )
+        attention = super().build_encoder_attention(embed_dim, cfg)
+        attention.__class__ = encoder_attention.EncoderAttention  # which adds no state of its own
+        return attention
 
 
 class TaLKConvDecoder(TransformerDecoderBase):
@@ -157,28 +124,6 @@ class TaLKConvModelBase:
     """
 
     unit = TaLKConvUnit
-
-    @classmethod
-    def from_pretrained(
-        cls, model_name_or_path, checkpoint_file="model.pt", data_name_or_path=".", **kwargs
-    ):
-        """Load a model as fairseq does.
-
-        Raises ValueError that names ``data_name_or_path`` where it is no folder with dictionaries;
-        one that begins with ``.`` is below the folder of the model.
-        """
-        folder = Path(data_name_or_path)
-        if str(data_name_or_path).startswith("."):
-            folder = Path(model_name_or_path, folder)
-        if os.path.isdir(model_name_or_path) and not folder.is_file():
-            if not any(folder.glob("dict*.txt")):
-                raise ValueError(
-                    f"data_name_or_path: expected a folder with dictionaries (dict*.txt), got "
-                    f"{folder}"
-                )
-        return super().from_pretrained(
-            model_name_or_path, checkpoint_file, data_name_or_path, **kwargs
-        )
 
     def upgrade_state_dict_named(self, state_dict, name):
         """Give parameters of old checkpoints, published ones among them, their names of today."""

@@ -155,8 +155,7 @@ def test_a_folder_without_dictionaries_is_named(trained, tmp_path, monkeypatch, 
     (tmp_path / "model").mkdir()
     shutil.copy(trained, tmp_path / "model/model.pt")
     monkeypatch.chdir(tmp_path)
-    message = r"data_name_or_path: expected a folder with dictionaries \(dict\*.txt\), got "
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(FileNotFoundError, match=f"{data}/dict.es.txt"):
         TaLKConvModel.from_pretrained("model", data_name_or_path=data)
 
 

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 import torch
-from test_numbers import batch, trainer_of
+from test_numbers import trainer_of
 
 PEAKS = """
     import gc, json, re
@@ -65,22 +65,6 @@ def test_memory_is_bounded(figure):
         figure(f"{name}: {full / 2**20:.0f} MiB for 100,000 tokens, {half / 2**20:.0f} for half")
         # A (T, T) matrix of bytes would be 10,000 MB.
         assert 5e6 < full < 400e6 and half < 400e6
-
-
-@pytest.mark.parametrize("side", ["encoder", "decoder"])
-def test_more_tokens_than_learned_positions(tmp_path, side):
-    trainer = trainer_of(
-        tmp_path, f"--{side}-learned-pos", "--max-source-positions", "8",
-        "--max-target-positions", "8",
-    )  # fmt: skip
-    message = (
-        "expected at most 8 tokens.* got 10: train with a larger --max-source-positions, --max-t"
-    )
-    with pytest.raises(ValueError, match=message):
-        trainer.train_step([batch(0)])
-    inputs = batch(0)["net_input"]
-    fitting = {"src_tokens": inputs["src_tokens"][:, :8], "src_lengths": torch.full((4,), 8)}
-    trainer.model(**fitting, prev_output_tokens=inputs["prev_output_tokens"][:, :8])
 
 
 def test_sinusoidal_positions_have_no_end(tmp_path):
