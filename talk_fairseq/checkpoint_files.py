@@ -38,7 +38,7 @@ class PlainDtype:
 class PlainArray(np.ndarray):
     """An array of numbers in a checkpoint, until `read_checkpoint` makes it one of numpy's."""
 
-    def __new__(cls):
+    def __new__(cls, *_):
         return super().__new__(cls, 0)
 
     def __setstate__(self, state):
@@ -54,10 +54,6 @@ def _number(dtype, data):
     return np.frombuffer(data, dtype.dtype, count=1)[0]
 
 
-def _empty_array(*_):
-    return PlainArray()
-
-
 def allow_checkpoint_types():
     """Allow the types that fairseq's checkpoints hold, all of which hold data and run no code.
 
@@ -71,7 +67,7 @@ def allow_checkpoint_types():
     types += [(PlainArray, "numpy.ndarray"), (PlainDtype, "numpy.dtype")]
     for core in ("core", "_core"):  # a pickle names the module of the numpy that wrote it
         types.append((_number, f"numpy.{core}.multiarray.scalar"))
-        types.append((_empty_array, f"numpy.{core}.multiarray._reconstruct"))
+        types.append((PlainArray, f"numpy.{core}.multiarray._reconstruct"))
     for meter in ("AverageMeter", "TimeMeter", "StopwatchMeter"):
         types.append((argparse.Namespace, f"fairseq.meters.{meter}"))
     torch.serialization.add_safe_globals(types)
@@ -213,13 +209,12 @@ def evaluate(expression):
 
     Raises ValueError for anything else and for what gets very large, TypeError for no text.
     """
-    if not isinstance(expression, str):
-        raise TypeError(f"expected text, got {type(expression).__name__}")
+    text = str.strip(expression)
     refused = ValueError(
-        f"expected plain values, sums and products with numbers, got {expression[:100]!r}"
+        f"expected plain values, sums and products with numbers, got {text[:100]!r}"
     )
     try:
-        tree = ast.parse(expression.strip(), mode="eval")
+        tree = ast.parse(text, mode="eval")
         nodes = list(ast.walk(tree))
     except (SyntaxError, RecursionError, MemoryError):
         raise refused from None

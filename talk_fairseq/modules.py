@@ -128,10 +128,8 @@ class TaLKConv(_RetainsDropout):
     def extra_repr(self):
         return (
             f"{self.channels}, heads={self.heads}, max_left={self.max_left}, "
-            f"max_right={self.max_right}, offset_dropout={self.offset_dropout}"
-            + ("" if self.normalize else ", normalize=False")
-            + ("" if self.windows is None else ", spread_windows=True")
-            + (", root_normalize=True" if self.root_normalize else "")
+            f"max_right={self.max_right}, offset_dropout={self.offset_dropout}, "
+            f"normalize={self.normalize}, root_normalize={self.root_normalize}"
         )
 
     def predict_offsets(self, x):
@@ -341,14 +339,11 @@ class TaLKConvUnit(_RetainsDropout):
             if self.short is not None:
                 x, buffer["short"] = self.short.step(x, buffer.get("short"))
             x, buffer["state"] = self.conv.step(x, buffer.get("state"))
-            self._set_input_buffer(incremental_state, buffer)
+            incremental_state[self._key] = buffer
         return self.linear2(x), None
 
     def _get_input_buffer(self, incremental_state):
         return (incremental_state or {}).get(self._key, {})
-
-    def _set_input_buffer(self, incremental_state, buffer):
-        incremental_state[self._key] = buffer
 
     def reorder_incremental_state(self, incremental_state, new_order):
         """Follow a beam search that keeps, drops or repeats rows of the batch."""

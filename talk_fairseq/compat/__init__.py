@@ -13,9 +13,15 @@ Out of reach, because fairseq imports no user directory there, or too late:
   directory is imported. Pass ``--distributed-init-method env://`` and the rank by hand.
 """
 
+import sys
+
+from talk_fairseq.checkpoint_files import evaluate
 from talk_fairseq.compat import checkpoints, cpu, data, decoding, models, text, training
 
 __all__ = ["checkpoints", "cpu", "data", "decoding", "models", "text", "training"]
 
-# Last: it reaches the modules of fairseq that are imported by now.
-checkpoints.evaluate_options_without_running_code()
+# Last, for all modules of fairseq that are imported by now. Without it: loading a model runs what
+# its options say, since fairseq calls ``eval`` on some, as on ``--encoder-layers`` of fconv.
+for name, module in list(sys.modules.items()):
+    if name.startswith("fairseq."):
+        vars(module).setdefault("eval", evaluate)

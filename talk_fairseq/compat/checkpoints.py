@@ -1,12 +1,11 @@
 """Patches of fairseq's checkpoints: read without running code, named in errors, written whole."""
 
 import functools
-import glob
 import os
 import shutil
-import sys
 import tarfile
 import time
+from pathlib import Path
 
 import fairseq.checkpoint_utils
 import fairseq.distributed.utils
@@ -18,7 +17,6 @@ from fairseq.file_io import PathManager
 
 from talk_fairseq.checkpoint_files import (
     allow_checkpoint_types,
-    evaluate,
     naming,
     read_checkpoint,
     whole_file,
@@ -109,10 +107,8 @@ def reject_integers_as_parameters(original, self, state_dict, *args, **kwargs):
 
     def check(_, given, prefix, local_metadata, strict, missing, unexpected, errors):
         for name, parameter in self.named_parameters(remove_duplicate=False):
-            value = given.get(name)
-            if not isinstance(value, torch.Tensor) or value.is_floating_point():
-                continue
-            if parameter.is_floating_point():
+            value = given.get(name, parameter)
+            if parameter.is_floating_point() and not torch.is_floating_point(value):
                 errors.append(f"dtype mismatch for {name}: {value.dtype}, not {parameter.dtype}.")
 
     hook = self.register_load_state_dict_pre_hook(check)
@@ -132,17 +128,6 @@ def translate_published_options(original, state):
     return original(released.upgrade(state))
 
 
-def evaluate_options_without_running_code():
-    """Give all modules of fairseq that are imported `evaluate` in place of ``eval``.
-
-    Without it: loading a model runs what its options say, since fairseq calls ``eval`` on some, as
-    on ``--encoder-layers`` of fconv.
-    """
-    for name, module in list(sys.modules.items()):
-        if name.startswith("fairseq."):
-            vars(module)["eval"] = evaluate
-
-
 # --- Writing ---
 
 
@@ -153,8 +138,6 @@ def save_checkpoints_whole(original, obj, filename, async_write=False):
     Without it: fairseq tries three times to write into the same open file. After a full disk the
     file begins with the part that was written first, and nothing can read it.
     """
-    if async_write or not PathManager.supports_rename(filename):
-        return original(obj, filename, async_write)
     for pause in (2.5, 2.5, None):  # seconds, as in fairseq
         try:
             with whole_file(filename) as file:
@@ -172,8 +155,6 @@ def copy_checkpoints_whole(original, src_path, dst_path, overwrite=False):
     Without it: a run that is killed while it saves leaves part of a file as
     ``checkpoint_last.pt``.
     """
-    if any(map(PathManager.path_requires_pathmanager, (src_path, dst_path))):
-        return original(src_path, dst_path, overwrite)
     with open(src_path, "rb") as source, whole_file(dst_path) as file:
         shutil.copyfileobj(source, file, 1 << 24)
     return True
@@ -186,5 +167,5 @@ def remove_unfinished_checkpoints(original, save_dir):
     Without it: what the killed run was writing stays in its folder.
     """
     original(save_dir)
-    for path in glob.glob(os.path.join(glob.escape(save_dir), "*.pt.tmp")):
-        os.remove(path)
+    for path in Path(save_dir).glob("*.pt.tmp"):
+        path.unlink()

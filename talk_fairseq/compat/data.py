@@ -17,10 +17,9 @@ from talk_fairseq.compat.patching import overlay, patches
 def keep_last_batch(original, indices, *args, **kwargs):
     """Append the indices that fairseq lost as a last batch.
 
-    Without it: since December 2022, fairseq silently drops a last batch whose size is no multiple
-    of 8, in training, validation and generation alike: 40 of 43 sentences are translated, and a
-    data set of fewer than 8 is "empty". Batches follow the order of ``indices``, so what is lost
-    is a tail. No indices at all are an IndexError in fairseq; here a ValueError that says so.
+    Batches follow the order of ``indices``, so what is lost is a tail. Raises ValueError for no
+    indices. Without it: fairseq silently drops a last batch whose size is no multiple of 8: 40 of
+    43 sentences are translated, and a data set of fewer than 8 is "empty".
     """
     if not isinstance(indices, np.ndarray):
         indices = np.fromiter(indices, dtype=np.int64)
@@ -42,8 +41,8 @@ def make_same_batches_when_resuming(original, self, dataset, *args, **kwargs):
     """Make the batches of all epochs as for epoch 1, unless each epoch has batches of its own.
 
     Without it: a run that resumes in its second epoch or later trains on other batches, since
-    fairseq makes them once for all epochs, from the seed and the number of the epoch that the
-    process begins with. During an epoch, some sentences are then seen twice and others never.
+    fairseq makes them once, from the seed and the epoch that the process begins with. During that
+    epoch, some sentences are seen twice and others never.
     """
     anew = kwargs.get("disable_iterator_cache") or kwargs.get("update_epoch_batch_itr")
     if anew or not self.can_reuse_epoch_itr(dataset) or dataset in self.dataset_to_epoch_iter:
@@ -61,9 +60,8 @@ def group_batches_from_resumed_position(
 ):
     """Count the groups of ``--update-freq`` from where an epoch is resumed.
 
-    Without it: fairseq counts them from the beginning of the epoch, also where training resumes
-    within a group. A run that resumes with another ``--update-freq`` may then leave out the end of
-    the epoch, and train on all of that epoch once more.
+    Without it: a run that resumes within a group, with another ``--update-freq``, may leave out the
+    end of the epoch, and train on all of that epoch once more.
     """
     batches = len(iterable) - getattr(iterable, "n", 0)
     original(self, iterable, chunk_size, skip_remainder_batch)
@@ -75,8 +73,8 @@ def group_batches_from_resumed_position(
 def shuffle_epochs_after_curriculum(original, self, epoch, shuffle, *args, **kwargs):
     """Shuffle the epochs after the first N of ``--curriculum N``.
 
-    Without it: none is shuffled, except in a run that resumes later. fairseq says whether to
-    shuffle where it makes a data loader, which it does once for all epochs.
+    Without it: none is, since fairseq says whether to shuffle where it makes a data loader, which
+    it does once for all epochs; a run that resumes makes another.
     """
     if self.reuse_dataloader and self.dataloader is not None:
         self.epoch_batch_sampler.shuffle = shuffle

@@ -1,4 +1,4 @@
-"""Patches of how fairseq reads text: its lines, its corpora and sentences that are too long."""
+"""Patches of how fairseq reads text: its lines and its corpora."""
 
 import contextlib
 import functools
@@ -6,11 +6,8 @@ import itertools
 import sys
 
 import fairseq.file_chunker_utils
-import fairseq.tasks.fairseq_task
 
-from talk_fairseq.compat.patching import patches, patches_command
-
-# --- Lines ---
+from talk_fairseq.compat.patching import patches_command
 
 
 def utf8_lines(file, name):
@@ -64,11 +61,10 @@ def check_corpora_first(original, args):
     set has been written, and lines that do not match fail in training.
     """
     languages = [args.source_lang] + ([] if args.only_source else [args.target_lang])
-    prefixes = [args.trainpref] if args.trainpref else []
+    prefixes = [args.trainpref]
     if not args.dict_only:
-        for some in (args.validpref, args.testpref):
-            prefixes += some.split(",") if some else []
-    for prefix in prefixes:
+        prefixes += [*(args.validpref or "").split(","), *(args.testpref or "").split(",")]
+    for prefix in filter(None, prefixes):
         lines = {}
         for language in languages:
             path = f"{prefix}.{language}" if language else prefix
@@ -77,21 +73,3 @@ def check_corpora_first(original, args):
         if len(set(lines.values())) > 1:
             raise ValueError(f"expected as many lines in both languages, got {lines}")
     return original(args)
-
-
-# --- Lengths ---
-
-
-@patches(fairseq.tasks.fairseq_task.FairseqTask, "filter_indices_by_size")
-def name_flags_that_limit_lengths(original, self, *args, **kwargs):
-    """Name the flags to raise where a sentence is over the maximum length.
-
-    Without it: the error names no flag but one to skip such sentences.
-    """
-    try:
-        return original(self, *args, **kwargs)
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
-        flags = "--max-source-positions, --max-target-positions or --tokens-per-sample"
-        raise ValueError(f"{str(error).rstrip('.')}, or raise {flags}") from None

@@ -99,12 +99,12 @@ class TaLKConvConfig(
 
 def add_flags(parser, config):
     """Add the flags of the dataclass `config`: each switch both ways, since an arch may set it."""
-    for option in fields(config):
-        if option.type is bool and option.default in (True, False):
-            kwargs = {"default": argparse.SUPPRESS, "help": option.metadata.get("help")}
-            name = option.name.replace("_", "-")
+    for flag in fields(config):
+        if flag.type is bool and flag.default in (True, False):
+            kwargs = {"default": argparse.SUPPRESS, "help": flag.metadata.get("help")}
+            name = flag.name.replace("_", "-")
             if name.startswith("no-"):  # --no-… itself is added below
-                kwargs.update(action="store_false", dest=option.name, help="the opposite")
+                kwargs.update(action="store_false", dest=flag.name, help="the opposite")
                 parser.add_argument("--" + name.removeprefix("no-"), **kwargs)
             else:
                 kwargs["action"] = argparse.BooleanOptionalAction
@@ -156,8 +156,10 @@ def set_windows(side, name):
     windows and layers that do not fit.
     """
     left = window_list(f"{name}_max_left", side.max_left, side.layers)
-    right = [0] * side.layers if name == "decoder" else left
-    if name == "encoder" and side.max_right is not None:
+    right = left
+    if name == "decoder":
+        right = [0] * side.layers
+    elif side.max_right is not None:
         right = window_list("encoder_max_right", side.max_right, side.layers)
     kept = kept_layers(name, side.layers_to_keep, side.layers)
     side.kept = kept if side.layers_to_keep else None
@@ -172,11 +174,11 @@ def window_list(name, windows, layers):
     """
     given = [windows] if isinstance(windows, int) else windows
     if isinstance(windows, str):
-        entry = re.compile(r"\s*(-?\d+)(?:x([1-9]\d{0,3}))?\s*")
+        entry = re.compile(r"\s*(\d+)(?:x([1-9]\d{0,3}))?\s*")
         entries = [entry.fullmatch(text) for text in windows.split(",")]
         if all(entries):
             given = [int(found[1]) for found in entries for _ in range(int(found[2] or 1))]
-    if isinstance(given, str) or any(type(window) is not int for window in given):
+    if not isinstance(given, (list, tuple)) or any(type(window) is not int for window in given):
         raise ValueError(
             f"{name}: expected windows such as '3,7,31x2', one a layer, got {windows!r}"
         )
@@ -184,6 +186,4 @@ def window_list(name, windows, layers):
         raise ValueError(
             f"{name}: expected {layers} windows, one a layer, got {len(given)}: {given}"
         )
-    if min(given, default=0) < 0:
-        raise ValueError(f"{name}: expected windows of at least 0 tokens, got {given}")
     return list(given)

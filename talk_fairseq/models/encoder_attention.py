@@ -89,7 +89,7 @@ def reorder(attentions, incremental_state, new_order):
     Nothing is copied unless a sentence goes, comes or changes place.
     """
     states = [attention._get_input_buffer(incremental_state) for attention in attentions]
-    states = [state for state in states if state]
+    states = list(filter(None, states))
     if not states:
         return
     old = states[0]["sentences"]

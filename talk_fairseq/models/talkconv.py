@@ -125,6 +125,10 @@ class TaLKConvModelBase:
 
     unit = TaLKConvUnit
 
+    @classmethod
+    def add_args(cls, parser):
+        add_flags(parser, getattr(cls, "__dataclass"))  # by its name in fairseq
+
     def upgrade_state_dict_named(self, state_dict, name):
         """Give parameters of old checkpoints, published ones among them, their names of today."""
         rename_parameters(state_dict)
@@ -145,10 +149,6 @@ class TaLKConvModelBase:
 @register_model("talkconv", dataclass=TaLKConvConfig)
 class TaLKConvModel(TaLKConvModelBase, TransformerModelBase):
     """TaLK-Conv encoder-decoder (Lioutas & Guo, ICML 2020)."""
-
-    @classmethod
-    def add_args(cls, parser):
-        add_flags(parser, TaLKConvConfig)
 
     @classmethod
     def build_model(cls, cfg, task):

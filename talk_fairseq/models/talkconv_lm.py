@@ -10,13 +10,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 
 from talk_fairseq.models.archs import TALKCONV_LM, register_archs
-from talk_fairseq.models.config import (
-    TaLKConvUnitConfig,
-    add_flags,
-    nested_config,
-    option,
-    set_windows,
-)
+from talk_fairseq.models.config import TaLKConvUnitConfig, nested_config, option, set_windows
 from talk_fairseq.models.talkconv import TaLKConvDecoder, TaLKConvModelBase
 
 
@@ -162,10 +156,6 @@ def build_embeddings(cfg, dictionary):
 @register_model("talkconv_lm", dataclass=TaLKConvLanguageModelConfig)
 class TaLKConvLanguageModel(TaLKConvModelBase, FairseqLanguageModel):
     """TaLK-Conv language model, on fairseq's task language_modeling."""
-
-    @classmethod
-    def add_args(cls, parser):
-        add_flags(parser, TaLKConvLanguageModelConfig)
 
     @classmethod
     def build_model(cls, cfg, task):

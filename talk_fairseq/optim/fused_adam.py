@@ -23,13 +23,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     Results differ from fairseq's by rounding alone. The state has fairseq's names and types, so
     that either optimizer goes on from a checkpoint of the other. Parameters in float16 or bfloat16
-    have states in float32, and are rounded once an update.
-
-    Args:
-        params, lr, betas, eps, weight_decay: as of ``torch.optim.AdamW``.
-
-    Raises:
-        RuntimeError: a gradient is sparse.
+    have states in float32, and are rounded once an update. The arguments are as of
+    ``torch.optim.AdamW``. Raises RuntimeError for a sparse gradient.
     """
 
     supports_memory_efficient_fp16 = True
@@ -101,10 +96,8 @@ class FairseqAdam(adam.FairseqAdam):
     """:class:`FusedAdam` with the options of fairseq's ``adam``.
 
     It has the name of fairseq's class, since fairseq goes on from a checkpoint only where the
-    optimizer has the name that the checkpoint holds.
-
-    Raises:
-        ValueError: for ``--fp16-adam-stats``, which needs apex.
+    optimizer has the name that the checkpoint holds. Raises ValueError for ``--fp16-adam-stats``,
+    which needs apex.
     """
 
     def __init__(self, cfg, params):

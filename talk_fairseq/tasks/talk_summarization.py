@@ -72,14 +72,9 @@ class TaLKSummarizationTask(TranslationTask):
         super().__init__(cfg, src_dict, tgt_dict)
 
     def build_dataset_for_inference(self, src_tokens, src_lengths, **kwargs):
-        """Return a data set of sources alone (fairseq-interactive), cut as those on disk are."""
+        """Return a data set of sources alone (fairseq-interactive), cut before their last token."""
         longest = self.cfg.max_source_positions
-        src_tokens = [
-            tokens
-            if len(tokens) <= longest
-            else torch.cat([tokens[: longest - 1], tokens.new_tensor([self.src_dict.eos()])])
-            for tokens in src_tokens
-        ]
+        src_tokens = [torch.cat([tokens[:-1][: longest - 1], tokens[-1:]]) for tokens in src_tokens]
         src_lengths = [len(tokens) for tokens in src_tokens]
         return super().build_dataset_for_inference(src_tokens, src_lengths, **kwargs)
 
