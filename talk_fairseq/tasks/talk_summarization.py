@@ -89,9 +89,9 @@ class TaLKSummarizationTask(TranslationTask):
         if getattr(args, "max_len_a", 0) == 0 and shortest > longest:
             raise ValueError(f"min_len: expected at most max_len_b = {longest}, got {shortest}")
         if self.cfg.stepwise_lenpen:
-            for option in ("unnormalized", "print_alignment"):
-                if getattr(args, option, None):
-                    raise ValueError(f"stepwise_lenpen: expected no {option} beside it")
+            for other in ("unnormalized", "print_alignment"):
+                if getattr(args, other, None):
+                    raise ValueError(f"stepwise_lenpen: expected no {other} beside it")
             seq_gen_cls = seq_gen_cls or StepwiseLengthPenaltyGenerator
         return super().build_generator(models, args, seq_gen_cls, extra_gen_cls_kwargs, **kwargs)
 
