@@ -210,8 +210,7 @@ class ShortConv(nn.Module):
         K: taps, at least 1.
         causal: read no token to the right.
 
-    Raises:
-        ValueError: K is below 1.
+    Raises ValueError where K is below 1.
     """
 
     def __init__(self, channels, K, causal):

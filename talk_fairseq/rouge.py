@@ -20,13 +20,8 @@ def rouge_sums(hypotheses, references, sentence_separator=None, stemming=True):
         sentence_separator: text that separates sentences besides the newline (default: none).
         stemming: compare the stems of words (Porter), as ``-m`` of ROUGE-1.5.5 does.
 
-    Returns:
-        ``{"rouge_1": sum, "rouge_2": …, "rouge_l": …, "rouge_lsum": …}``, each between 0 and the
-        number of summaries.
-
-    Raises:
-        ValueError: if there are not as many references as hypotheses.
-        ImportError: without rouge-score.
+    Returns ``{"rouge_1": sum, …}``, each between 0 and the number of summaries. Raises ValueError
+    for another number of references than of hypotheses, and ImportError without rouge-score.
     """
     if len(hypotheses) != len(references):
         raise ValueError(

@@ -1,5 +1,8 @@
 """The TaLK-Conv encoder-decoder: fairseq's Transformer with TaLKConvUnit for self-attention."""
 
+import os
+from pathlib import Path
+
 import torch
 from fairseq.distributed import fsdp_wrap
 from fairseq.models import register_model
@@ -128,6 +131,26 @@ class TaLKConvModelBase:
     @classmethod
     def add_args(cls, parser):
         add_flags(parser, getattr(cls, "__dataclass"))  # by its name in fairseq
+
+    @classmethod
+    def from_pretrained(
+        cls, model_name_or_path, checkpoint_file="model.pt", data_name_or_path=".", **kwargs
+    ):
+        """Load a model as fairseq does.
+
+        Raises ValueError that names ``data_name_or_path`` where it is no folder with dictionaries;
+        one that begins with ``.`` is below the folder of the model.
+        """
+        here = model_name_or_path if str(data_name_or_path).startswith(".") else "."
+        folder = Path(here, data_name_or_path)
+        unpacked = os.path.isdir(model_name_or_path) and not folder.is_file()
+        if unpacked and not any(folder.glob("dict*.txt")):
+            raise ValueError(
+                f"data_name_or_path: expected a folder with dictionaries (dict*.txt), got {folder}"
+            )
+        return super().from_pretrained(
+            model_name_or_path, checkpoint_file, data_name_or_path, **kwargs
+        )
 
     def upgrade_state_dict_named(self, state_dict, name):
         """Give parameters of old checkpoints, published ones among them, their names of today."""

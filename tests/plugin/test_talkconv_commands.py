@@ -155,7 +155,8 @@ def test_a_folder_without_dictionaries_is_named(trained, tmp_path, monkeypatch, 
     (tmp_path / "model").mkdir()
     shutil.copy(trained, tmp_path / "model/model.pt")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=f"{data}/dict.es.txt"):
+    message = r"data_name_or_path: expected a folder with dictionaries \(dict\*.txt\), got "
+    with pytest.raises(ValueError, match=message):
         TaLKConvModel.from_pretrained("model", data_name_or_path=data)
 
 
