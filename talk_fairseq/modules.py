@@ -33,10 +33,7 @@ class _RetainsDropout(nn.Module):
     def make_generation_fast_(
         self, name="", retain_dropout=False, retain_dropout_modules=None, **kwargs
     ):
-        """Take the options of generation from fairseq.
-
-        `retain_dropout_modules` are names of classes, or None for all.
-        """
+        """Retain dropout if fairseq says so, in all classes (None) or in those with these names."""
         self.retain_dropout = retain_dropout and (
             retain_dropout_modules is None or type(self).__name__ in retain_dropout_modules
         )

@@ -44,20 +44,14 @@ overlay(fairseq.distributed.utils, "torch", load=functools.partial(torch.load, w
 
 @patches(fairseq.checkpoint_utils, "load_checkpoint_to_cpu")
 def name_file_of_bad_options(original, path, *args, **kwargs):
-    """Name the checkpoint in errors about its options and its history.
-
-    Without it: the error names no file.
-    """
+    """Name the checkpoint in errors about its options and its history; fairseq names no file."""
     with naming(path):
         return original(path, *args, **kwargs)
 
 
 @patches(fairseq.trainer.Trainer, "load_checkpoint")
 def name_file_of_bad_training_state(original, self, filename, *args, **kwargs):
-    """Name the checkpoint in errors about the state of the optimizer or the data loader.
-
-    Without it: the error names no file.
-    """
+    """Name the checkpoint in errors about the optimizer or the data loader; fairseq does not."""
     with naming(filename):
         return original(self, filename, *args, **kwargs)
 
@@ -152,8 +146,7 @@ def save_checkpoints_whole(original, obj, filename, async_write=False):
 def copy_checkpoints_whole(original, src_path, dst_path, overwrite=False):
     """Copy a checkpoint over the last or the best one at once, never in place.
 
-    Without it: a run that is killed while it saves leaves part of a file as
-    ``checkpoint_last.pt``.
+    Without it: a run that is killed while it saves leaves part of ``checkpoint_last.pt``.
     """
     with open(src_path, "rb") as source, whole_file(dst_path) as file:
         shutil.copyfileobj(source, file, 1 << 24)

@@ -77,10 +77,7 @@ def join_torchrun_on_cpu(original, cfg, *args, **kwargs):
 
 @patches(fairseq.models.distributed_fairseq_model, "DistributedDataParallel")
 def omit_device_ids_on_cpu(original, module, device_ids=None, output_device=None, **kwargs):
-    """Pass torch's DistributedDataParallel no device ids for a module on a CPU.
-
-    Without it: ValueError.
-    """
+    """Pass DistributedDataParallel no device ids on a CPU, where they are a ValueError."""
     if all(parameter.device.type == "cpu" for parameter in module.parameters()):
         device_ids = output_device = None
     return original(module, device_ids=device_ids, output_device=output_device, **kwargs)

@@ -83,10 +83,7 @@ def shuffle_epochs_after_curriculum(original, self, epoch, shuffle, *args, **kwa
 
 @patches(fairseq.data.iterators.EpochBatchIterator, "state_dict")
 def save_number_of_shards(original, self):
-    """Save the number of processes that share an epoch.
-
-    Without it: `resume_epoch_with_other_world_size` cannot know how far an epoch has come.
-    """
+    """Save how many processes share an epoch, for `resume_epoch_with_other_world_size`."""
     return {**original(self), "num_shards": self.num_shards}
 
 
@@ -94,10 +91,9 @@ def save_number_of_shards(original, self):
 def resume_epoch_with_other_world_size(original, self, state_dict):
     """Resume an epoch where all processes that shared it have come to.
 
-    A checkpoint says how many batches each process has had. They are dealt out in one order, so
-    their sum tells where to resume; what the new processes cannot share evenly is seen again.
-    Without it: more processes end in ``Cannot resume training due to dataloader
-    mismatch``, and fewer see sentences again.
+    Batches are dealt out in one order, so the sum of what all processes have had tells where to
+    resume; what the new processes cannot share evenly is seen again. Without it: more processes end
+    in ``Cannot resume training due to dataloader mismatch``, and fewer see sentences again.
     """
     done = state_dict.get("iterations_in_epoch", 0) * state_dict.get("num_shards", self.num_shards)
     return original(self, {**state_dict, "iterations_in_epoch": done // self.num_shards})

@@ -36,10 +36,9 @@ class SimCutCriterion(LabelSmoothedCrossEntropyCriterion):
     matter; each side is a pass of its own, with its own dropout. Validation is label smoothing
     alone.
 
-    Embeddings are zeroed where they are looked up, in ``embed_tokens`` of the encoder and the
-    decoder: positions stay, and another token in their place (unk, padding) would have an
-    embedding that is learnt, or mask attention. Raises ValueError for a model without these, and
-    for options out of range.
+    Embeddings are zeroed where they are looked up, in ``embed_tokens`` of both sides: positions
+    stay, and another token in their place (unk, padding) would have an embedding that is learnt, or
+    mask attention. Raises ValueError for a model without these, and for options out of range.
     """
 
     def __init__(self, task, cfg):

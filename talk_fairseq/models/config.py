@@ -36,8 +36,8 @@ def _flat_transformer_config():
                 kind, default = Optional[int], None  # the embedding size; see nested_config
             if inner.name == "layers_to_keep":
                 kind = Optional[str]  # "0,2": fairseq declares a list, and then splits text
-            metadata = dict(inner.metadata)
-            options.append((prefix + inner.name, kind, field(default=default, metadata=metadata)))
+            value = field(default=default, metadata=dict(inner.metadata))
+            options.append((prefix + inner.name, kind, value))
     return make_dataclass("FlatTransformerConfig", options, bases=(FairseqDataclass,))
 
 
