@@ -38,7 +38,7 @@ class PlainDtype:
 class PlainArray(np.ndarray):
     """An array of numbers in a checkpoint, until `read_checkpoint` makes it one of numpy's."""
 
-    def __new__(cls):
+    def __new__(cls, *_):
         return super().__new__(cls, 0)
 
     def __setstate__(self, state):
@@ -54,43 +54,23 @@ def _number(dtype, data):
     return np.frombuffer(data, dtype.dtype, count=1)[0]
 
 
-def _empty_array(*_):
-    return PlainArray()
-
-
 def allow_checkpoint_types():
     """Allow the types that fairseq's checkpoints hold, all of which hold data and run no code.
 
     numpy's are read through `PlainDtype` and `PlainArray`. fairseq 0.9 saved its meters, whose
-    module is gone: they are read as Namespaces of their values. Without it: torch >= 2.6 reads
-    files with ``weights_only=True`` and refuses every checkpoint of fairseq, with
-    ``UnpicklingError: Unsupported global: argparse.Namespace`` (the model's options), numpy's
-    scalars (the metrics of ``--eval-bleu``) or ``_TensorPlaceholder`` (optimizer states saved after
-    being broadcast).
+    module is gone: they are read as Namespaces of their values. Without it: torch >= 2.6 refuses
+    every checkpoint of fairseq, with ``UnpicklingError: Unsupported global: argparse.Namespace``
+    (the model's options), numpy's scalars (the metrics of ``--eval-bleu``) or
+    ``_TensorPlaceholder`` (optimizer states saved after being broadcast).
     """
-    names = [entry[1] for entry in torch.serialization.get_safe_globals() if type(entry) is tuple]
-    if "fairseq.meters.TimeMeter" in names:  # by this module, imported under another name
-        return
-    # A pickle names the module of the numpy that wrote it.
-    numbers = [
-        (function, f"numpy.{core}.multiarray.{name}")
-        for core in ("core", "_core")
-        for name, function in (("scalar", _number), ("_reconstruct", _empty_array))
-    ]
-    meters = [
-        (argparse.Namespace, f"fairseq.meters.{name}")
-        for name in ("AverageMeter", "TimeMeter", "StopwatchMeter")
-    ]
-    torch.serialization.add_safe_globals(
-        [
-            argparse.Namespace,
-            fairseq.distributed.utils._TensorPlaceholder,
-            (PlainArray, "numpy.ndarray"),
-            (PlainDtype, "numpy.dtype"),
-            *numbers,
-            *meters,
-        ]
-    )
+    types = [argparse.Namespace, fairseq.distributed.utils._TensorPlaceholder]
+    types += [(PlainArray, "numpy.ndarray"), (PlainDtype, "numpy.dtype")]
+    for core in ("core", "_core"):  # a pickle names the module of the numpy that wrote it
+        types.append((_number, f"numpy.{core}.multiarray.scalar"))
+        types.append((PlainArray, f"numpy.{core}.multiarray._reconstruct"))
+    for meter in ("AverageMeter", "TimeMeter", "StopwatchMeter"):
+        types.append((argparse.Namespace, f"fairseq.meters.{meter}"))
+    torch.serialization.add_safe_globals(types)
 
 
 def _plain(value):
@@ -145,32 +125,30 @@ def read_checkpoint(file, map_location="cpu", mmap=False):
     try:
         mmap = mmap and file.read(4) == b"PK\x03\x04"
         file.seek(0)
-        state = _plain(
-            torch.load(
-                path if mmap else file, map_location=map_location, weights_only=True, mmap=mmap
-            )
-        )
+        state = torch.load(path if mmap else file, map_location, weights_only=True, mmap=mmap)
+        state = _plain(state)
     except MemoryError:
         raise
     except Exception as error:  # a truncated file has raised ten kinds of them
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise  # of the disk; torch seeks before the beginning of a damaged archive
         unsafe = re.search(r"GLOBAL (\S+)", str(error))
-        got = f"the unsafe type {one_line(unsafe[1])}" if unsafe else "a truncated or foreign file"
+        got = f"the unsafe type {unsafe[1]}" if unsafe else "a truncated or foreign file"
         # torch begins with advice that does not help here.
-        message = re.sub(r"(?s).*WeightsUnpickler error:\s*", "", str(error))
-        cause = type(error).__name__ + ": " + message.partition("\n")[0]
-        raise ValueError(
-            f"expected a checkpoint of fairseq in {path}, got {got} ({one_line(cause)})"
-        ) from None
+        cause = re.sub(r"(?s).*WeightsUnpickler error:\s*", "", str(error)).partition("\n")[0]
+        cause = f"{type(error).__name__}: {cause}"
+        raise _refused(path, f"{one_line(got)} ({one_line(cause)})") from None
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
-        held = f"the keys {list(state)[:5]}" if isinstance(state, dict) else type(state).__name__
-        raise ValueError(f"expected a checkpoint of fairseq in {path}, got {one_line(held, 200)}")
+        got = f"the keys {list(state)[:5]}" if isinstance(state, dict) else type(state).__name__
+        raise _refused(path, one_line(got))
     for name, value in state["model"].items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-            got = one_line(f"{type(value).__name__} for {name!r}")
-            raise ValueError(f"expected tensors as the model of {path}, got {got}")
+            raise _refused(path, one_line(f"{type(value).__name__} for {name!r}"))
     return state
+
+
+def _refused(path, got):
+    return ValueError(f"expected a checkpoint of fairseq in {path}, got {got}")
 
 
 @contextlib.contextmanager
@@ -231,13 +209,12 @@ def evaluate(expression):
 
     Raises ValueError for anything else and for what gets very large, TypeError for no text.
     """
-    if not isinstance(expression, str):
-        raise TypeError(f"expected text, got {type(expression).__name__}")
+    text = str.strip(expression)
     refused = ValueError(
-        f"expected plain values, sums and products with numbers, got {expression[:100]!r}"
+        f"expected plain values, sums and products with numbers, got {text[:100]!r}"
     )
     try:
-        tree = ast.parse(expression.strip(), mode="eval")
+        tree = ast.parse(text, mode="eval")
         nodes = list(ast.walk(tree))
     except (SyntaxError, RecursionError, MemoryError):
         raise refused from None
@@ -246,12 +223,9 @@ def evaluate(expression):
         if not isinstance(node, EXPRESSION):
             raise refused
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            times = [side.value for side in (node.left, node.right) if _is_number(side)]
-            largest *= max(map(abs, times), default=math.inf)
+            sides = (getattr(side, "value", None) for side in (node.left, node.right))
+            times = [abs(side) for side in sides if isinstance(side, (int, float))]
+            largest *= max(times, default=math.inf)
     if largest > 10_000_000:
         raise refused
     return eval(compile(tree, "<option>", "eval"), {"__builtins__": {}})
-
-
-def _is_number(node):
-    return isinstance(node, ast.Constant) and isinstance(node.value, (int, float))

@@ -33,10 +33,7 @@ class _RetainsDropout(nn.Module):
     def make_generation_fast_(
         self, name="", retain_dropout=False, retain_dropout_modules=None, **kwargs
     ):
-        """Take the options of generation from fairseq.
-
-        `retain_dropout_modules` are names of classes, or None for all.
-        """
+        """Retain dropout if fairseq says so, in all classes (None) or in those with these names."""
         self.retain_dropout = retain_dropout and (
             retain_dropout_modules is None or type(self).__name__ in retain_dropout_modules
         )
@@ -128,10 +125,8 @@ class TaLKConv(_RetainsDropout):
     def extra_repr(self):
         return (
             f"{self.channels}, heads={self.heads}, max_left={self.max_left}, "
-            f"max_right={self.max_right}, offset_dropout={self.offset_dropout}"
-            + ("" if self.normalize else ", normalize=False")
-            + ("" if self.windows is None else ", spread_windows=True")
-            + (", root_normalize=True" if self.root_normalize else "")
+            f"max_right={self.max_right}, offset_dropout={self.offset_dropout}, "
+            f"normalize={self.normalize}, root_normalize={self.root_normalize}"
         )
 
     def predict_offsets(self, x):
@@ -212,8 +207,7 @@ class ShortConv(nn.Module):
         K: taps, at least 1.
         causal: read no token to the right.
 
-    Raises:
-        ValueError: K is below 1.
+    Raises ValueError where K is below 1.
     """
 
     def __init__(self, channels, K, causal):
@@ -266,12 +260,12 @@ class TaLKConvUnit(_RetainsDropout):
     first is ``Linear(C, C)``. Decoders keep their TaLKConvState in `incremental_state`.
 
     Args:
-        channels, heads, max_left, max_right, offset_dropout, normalize, spread, spread_windows,
-            root_normalize: as :class:`TaLKConv`.
+        channels, heads, max_left, max_right: as :class:`TaLKConv`.
         glu: gate the first projection.
         input_dropout: probability of dropping an element of the unit's input.
         conv_channels: channels of the convolution, between the two projections (default: C).
         short_kernel: taps of a :class:`ShortConv` before the windows; 0 for none, as in the paper.
+        options: the others of :class:`TaLKConv`, from `offset_dropout` on.
     """
 
     def __init__(
@@ -283,13 +277,9 @@ class TaLKConvUnit(_RetainsDropout):
         *,
         glu=True,
         input_dropout=0.0,
-        offset_dropout=0.0,
-        normalize=True,
         conv_channels=None,
-        spread=False,
-        spread_windows=False,
-        root_normalize=False,
         short_kernel=0,
+        **options,
     ):
         super().__init__()
         _check_probability("input_dropout", input_dropout)
@@ -299,17 +289,7 @@ class TaLKConvUnit(_RetainsDropout):
         self.short = (
             ShortConv(conv_channels, short_kernel, max_right == 0) if short_kernel else None
         )
-        self.conv = TaLKConv(
-            conv_channels,
-            heads,
-            max_left,
-            max_right,
-            offset_dropout,
-            normalize,
-            spread,
-            spread_windows,
-            root_normalize,
-        )
+        self.conv = TaLKConv(conv_channels, heads, max_left, max_right, **options)
         self.linear2 = nn.Linear(conv_channels, channels)
         for linear in (self.linear1, self.linear2):
             nn.init.xavier_uniform_(linear.weight)
@@ -355,14 +335,11 @@ class TaLKConvUnit(_RetainsDropout):
             if self.short is not None:
                 x, buffer["short"] = self.short.step(x, buffer.get("short"))
             x, buffer["state"] = self.conv.step(x, buffer.get("state"))
-            self._set_input_buffer(incremental_state, buffer)
+            incremental_state[self._key] = buffer
         return self.linear2(x), None
 
     def _get_input_buffer(self, incremental_state):
         return (incremental_state or {}).get(self._key, {})
-
-    def _set_input_buffer(self, incremental_state, buffer):
-        incremental_state[self._key] = buffer
 
     def reorder_incremental_state(self, incremental_state, new_order):
         """Follow a beam search that keeps, drops or repeats rows of the batch."""

@@ -20,20 +20,19 @@ def rouge_sums(hypotheses, references, sentence_separator=None, stemming=True):
         sentence_separator: text that separates sentences besides the newline (default: none).
         stemming: compare the stems of words (Porter), as ``-m`` of ROUGE-1.5.5 does.
 
-    Returns:
-        ``{"rouge_1": sum, "rouge_2": …, "rouge_l": …, "rouge_lsum": …}``, each between 0 and the
-        number of summaries.
-
-    Raises:
-        ValueError: if there are not as many references as hypotheses.
-        ImportError: without rouge-score.
+    Returns ``{"rouge_1": sum, …}``, each between 0 and the number of summaries. Raises ValueError
+    for another number of references than of hypotheses, and ImportError without rouge-score.
     """
     if len(hypotheses) != len(references):
         raise ValueError(
             f"hypotheses: expected one for each of {len(references)} references, "
             f"got {len(hypotheses)}"
         )
-    scorer = _scorer(stemming)
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise ImportError("ROUGE needs the package rouge-score: pip install rouge-score") from error
+    scorer = RougeScorer(list(KINDS.values()), use_stemmer=stemming)
     sums = dict.fromkeys(KINDS, 0.0)
     for hypothesis, reference in zip(hypotheses, references):
         if sentence_separator:
@@ -59,11 +58,3 @@ def rouge(hypotheses, references, sentence_separator=None, stemming=True):
 def version():
     """Return the version of rouge-score that is installed."""
     return importlib.metadata.version("rouge-score")
-
-
-def _scorer(stemming):
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        raise ImportError("ROUGE needs the package rouge-score: pip install rouge-score") from error
-    return RougeScorer(list(KINDS.values()), use_stemmer=stemming)

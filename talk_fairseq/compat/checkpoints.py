@@ -1,12 +1,11 @@
 """Patches of fairseq's checkpoints: read without running code, named in errors, written whole."""
 
 import functools
-import glob
 import os
 import shutil
-import sys
 import tarfile
 import time
+from pathlib import Path
 
 import fairseq.checkpoint_utils
 import fairseq.distributed.utils
@@ -18,43 +17,43 @@ from fairseq.file_io import PathManager
 
 from talk_fairseq.checkpoint_files import (
     allow_checkpoint_types,
-    evaluate,
     naming,
     read_checkpoint,
     whole_file,
 )
-from talk_fairseq.compat.patching import applies, overlay, patches
+from talk_fairseq.compat.patching import overlay, patches
 from talk_fairseq.models import released
 
 # --- Reading ---
 
+allow_checkpoint_types()
 
-applies(allow_checkpoint_types)
+# Without it: a truncated or foreign checkpoint fails with ``OSError: Invalid argument``, pickle's
+# ``Unsupported operand``, zip's ``failed finding central directory`` or ``KeyError: 'best_loss'``.
+# Other fairseqs ask for weights_only=False.
+overlay(
+    fairseq.checkpoint_utils,
+    "torch",
+    load=lambda file, map_location="cpu", **_: read_checkpoint(file, map_location),
+)
 
-
-@applies
-def read_checkpoints_safely():
-    """Read checkpoints with `read_checkpoint`, whose errors name the file.
-
-    Without it: a truncated or foreign checkpoint fails with ``OSError: Invalid argument``,
-    pickle's ``Unsupported operand``, zip's ``failed finding central directory`` or ``KeyError:
-    'best_loss'``.
-    """
-
-    def load(file, map_location="cpu", **_):  # other fairseqs ask for weights_only=False
-        return read_checkpoint(file, map_location)
-
-    overlay(fairseq.checkpoint_utils, torch, load=load)
+# Unpickles without a list of safe types what comes from this very job; this module of fairseq reads
+# no files. Without it: when several processes resume, all but one refuse what the first sends.
+overlay(fairseq.distributed.utils, "torch", load=functools.partial(torch.load, weights_only=False))
 
 
 @patches(fairseq.checkpoint_utils, "load_checkpoint_to_cpu")
 def name_file_of_bad_options(original, path, *args, **kwargs):
-    """Name the checkpoint in errors about its options and its history.
-
-    Without it: options or a history that cannot be read fail with an error that names no file.
-    """
+    """Name the checkpoint in errors about its options and its history; fairseq names no file."""
     with naming(path):
         return original(path, *args, **kwargs)
+
+
+@patches(fairseq.trainer.Trainer, "load_checkpoint")
+def name_file_of_bad_training_state(original, self, filename, *args, **kwargs):
+    """Name the checkpoint in errors about the optimizer or the data loader; fairseq does not."""
+    with naming(filename):
+        return original(self, filename, *args, **kwargs)
 
 
 @patches(fairseq.checkpoint_utils, "load_model_ensemble_and_task")
@@ -71,32 +70,26 @@ def name_file_of_bad_model(original, filenames, arg_overrides=None, task=None, *
     return ensemble, cfg, task
 
 
+class ArchiveInside(tarfile.TarFile):
+    """An archive that refuses names and links that lead out of the folder it is unpacked into."""
+
+    extraction_filter = staticmethod(getattr(tarfile, "data_filter", None))
+
+
+overlay(fairseq.file_utils, "tarfile", open=ArchiveInside.open)
+
+
 @patches(fairseq.file_utils, "load_archive_file")
 def unpack_archives_inside_a_folder(original, archive_file):
-    """Refuse an archive whose names or links lead out of the folder it is unpacked into.
+    """Unpack ``archive_file`` as an `ArchiveInside`, and name it in errors.
 
     Raises ValueError for any archive before Python 3.11.4, which has no such filter. Without it:
     ``from_pretrained`` unpacks an archive wherever the names and links in it lead.
     """
-
-    class Inside(tarfile.TarFile):
-        extraction_filter = staticmethod(getattr(tarfile, "data_filter", None))
-
     if os.path.isfile(archive_file) and not hasattr(tarfile, "data_filter"):
         raise ValueError(f"expected a folder, got {archive_file}: unpack it first")
-    overlay(fairseq.file_utils, tarfile, open=Inside.open)
     with naming(archive_file):
         return original(archive_file)
-
-
-@patches(fairseq.trainer.Trainer, "load_checkpoint")
-def name_file_of_bad_training_state(original, self, filename, *args, **kwargs):
-    """Name the checkpoint in errors about the state of the optimizer or the data loader.
-
-    Without it: a foreign state fails with an error that names no file.
-    """
-    with naming(filename):
-        return original(self, filename, *args, **kwargs)
 
 
 @patches(fairseq.models.fairseq_model.BaseFairseqModel, "load_state_dict")
@@ -108,10 +101,8 @@ def reject_integers_as_parameters(original, self, state_dict, *args, **kwargs):
 
     def check(_, given, prefix, local_metadata, strict, missing, unexpected, errors):
         for name, parameter in self.named_parameters(remove_duplicate=False):
-            value = given.get(name)
-            if not isinstance(value, torch.Tensor) or value.is_floating_point():
-                continue
-            if parameter.is_floating_point():
+            value = given.get(name, parameter)
+            if parameter.is_floating_point() and not torch.is_floating_point(value):
                 errors.append(f"dtype mismatch for {name}: {value.dtype}, not {parameter.dtype}.")
 
     hook = self.register_load_state_dict_pre_hook(check)
@@ -131,30 +122,6 @@ def translate_published_options(original, state):
     return original(released.upgrade(state))
 
 
-def evaluate_options_without_running_code():
-    """Give all modules of fairseq `evaluate` in place of ``eval``.
-
-    Without it: loading a model runs what its options say, since fairseq calls ``eval`` on some, as
-    on ``--encoder-layers`` of fconv. The package calls this last, once fairseq is imported.
-    """
-    for name, module in list(sys.modules.items()):
-        if name.startswith("fairseq."):
-            vars(module).setdefault("eval", evaluate)
-
-
-@applies
-def unpickle_broadcasts_fully():
-    """Unpickle what ``_broadcast_object_slow`` receives without a list of safe types.
-
-    The bytes come from this very job and hold whatever the trainer holds; this module of fairseq
-    reads no files. Without it: when several processes resume, the other ranks refuse what rank 0
-    sends them, with ``Unsupported global``.
-    """
-    overlay(
-        fairseq.distributed.utils, torch, load=functools.partial(torch.load, weights_only=False)
-    )
-
-
 # --- Writing ---
 
 
@@ -165,8 +132,6 @@ def save_checkpoints_whole(original, obj, filename, async_write=False):
     Without it: fairseq tries three times to write into the same open file. After a full disk the
     file begins with the part that was written first, and nothing can read it.
     """
-    if async_write or not PathManager.supports_rename(filename):
-        return original(obj, filename, async_write)
     for pause in (2.5, 2.5, None):  # seconds, as in fairseq
         try:
             with whole_file(filename) as file:
@@ -181,11 +146,8 @@ def save_checkpoints_whole(original, obj, filename, async_write=False):
 def copy_checkpoints_whole(original, src_path, dst_path, overwrite=False):
     """Copy a checkpoint over the last or the best one at once, never in place.
 
-    Without it: a run that is killed while it saves leaves part of a file as
-    ``checkpoint_last.pt``.
+    Without it: a run that is killed while it saves leaves part of ``checkpoint_last.pt``.
     """
-    if any(map(PathManager.path_requires_pathmanager, (src_path, dst_path))):
-        return original(src_path, dst_path, overwrite)
     with open(src_path, "rb") as source, whole_file(dst_path) as file:
         shutil.copyfileobj(source, file, 1 << 24)
     return True
@@ -198,5 +160,5 @@ def remove_unfinished_checkpoints(original, save_dir):
     Without it: what the killed run was writing stays in its folder.
     """
     original(save_dir)
-    for path in glob.glob(os.path.join(glob.escape(save_dir), "*.pt.tmp")):
-        os.remove(path)
+    for path in Path(save_dir).glob("*.pt.tmp"):
+        path.unlink()

@@ -4,12 +4,11 @@ import os
 
 import fairseq.distributed.utils
 import fairseq.models.distributed_fairseq_model
-import fairseq.optim.amp_optimizer
 import fairseq.options
 import fairseq.trainer
 import torch
 
-from talk_fairseq.compat.patching import applies, overlay, patches
+from talk_fairseq.compat.patching import overlay, patches
 
 
 @patches(fairseq.options, "parse_args_and_arch")
@@ -30,48 +29,27 @@ def train_bf16_without_tpu(original, *args, **kwargs):
 def refuse_fp16_on_cpu(original, self, cfg, *args, **kwargs):
     """Raise ValueError for ``--fp16`` on a CPU, before anything is trained.
 
-    ``--bf16``, ``--memory-efficient-fp16`` and ``--amp`` run. Without it: the optimizer fails with
+    ``--bf16`` and ``--memory-efficient-fp16`` run. Without it: the optimizer fails with
     ``Torch not compiled with CUDA enabled``.
     """
     common = getattr(cfg, "common", cfg)  # old scripts pass a flat Namespace
     on_cpu = common.cpu or not torch.cuda.is_available()
     if on_cpu and common.fp16 and not common.memory_efficient_fp16:
-        raise ValueError("expected a GPU for --fp16, got a CPU: use --bf16, --amp or neither")
+        raise ValueError("expected a GPU for --fp16, got a CPU: use --bf16 or neither")
     return original(self, cfg, *args, **kwargs)
 
 
-@applies
-def keep_overflows_on_cpu():
-    """Keep what the trainer makes a tensor of on the CPU, where there is no GPU.
-
-    Without it: ``--memory-efficient-fp16`` ends at the first overflow with ``Torch not compiled
-    with CUDA enabled``: the trainer moves the norm of the gradients, a zero then, to a GPU.
-    """
-
-    class OnTheCPU(torch.Tensor):
-        def cuda(self, *args, **kwargs):
-            return self.as_subclass(torch.Tensor)
-
-    def tensor(*args, **kwargs):
-        value = torch.tensor(*args, **kwargs)
-        return value if torch.cuda.is_available() else value.as_subclass(OnTheCPU)
-
-    overlay(fairseq.trainer, torch, tensor=tensor)
+def tensor_that_stays(*args, **kwargs):
+    """Make a tensor whose ``cuda()`` is itself where there is no GPU."""
+    value = torch.tensor(*args, **kwargs)
+    if not torch.cuda.is_available():
+        value.cuda = value.cpu
+    return value
 
 
-@patches(fairseq.optim.amp_optimizer.AMPOptimizer, "clip_grad_norm")
-def clip_gradients_without_scaler(original, self, max_norm, aggregate_norm_fn=None):
-    """Clip the gradients of ``--amp`` without a GPU, where torch has disabled the scaler.
-
-    Raises FloatingPointError for gradients that are not finite, as without ``--amp``. Without it:
-    an AttributeError, since the disabled scaler has no scale to lower.
-    """
-    if self.scaler.is_enabled():
-        return original(self, max_norm, aggregate_norm_fn)
-    norm = self.fp32_optimizer.clip_grad_norm(max_norm, aggregate_norm_fn)
-    if not torch.isfinite(norm).all():
-        raise FloatingPointError("gradients are Nan/Inf")
-    return norm
+# Without it: ``--memory-efficient-fp16`` on a CPU ends at the first overflow with ``Torch not
+# compiled with CUDA enabled``: the trainer moves the norm of the gradients, then 0, to a GPU.
+overlay(fairseq.trainer, "torch", tensor=tensor_that_stays)
 
 
 @patches(fairseq.distributed.utils, "infer_init_method")
@@ -99,10 +77,7 @@ def join_torchrun_on_cpu(original, cfg, *args, **kwargs):
 
 @patches(fairseq.models.distributed_fairseq_model, "DistributedDataParallel")
 def omit_device_ids_on_cpu(original, module, device_ids=None, output_device=None, **kwargs):
-    """Pass torch's DistributedDataParallel no device ids for a module on a CPU.
-
-    Without it: ValueError.
-    """
+    """Pass DistributedDataParallel no device ids on a CPU, where they are a ValueError."""
     if all(parameter.device.type == "cpu" for parameter in module.parameters()):
         device_ids = output_device = None
     return original(module, device_ids=device_ids, output_device=output_device, **kwargs)

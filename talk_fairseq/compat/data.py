@@ -7,21 +7,19 @@ import fairseq.data.data_utils
 import fairseq.data.iterators
 import fairseq.data.language_pair_dataset
 import fairseq.data.token_block_dataset
-import fairseq.modules.dynamic_crf_layer
 import fairseq.tasks.fairseq_task
 import numpy as np
 
-from talk_fairseq.compat.patching import applies, overlay, patches
+from talk_fairseq.compat.patching import overlay, patches
 
 
 @patches(fairseq.data.data_utils, "batch_by_size")
 def keep_last_batch(original, indices, *args, **kwargs):
     """Append the indices that fairseq lost as a last batch.
 
-    Without it: since December 2022, fairseq silently drops a last batch whose size is no multiple
-    of 8, in training, validation and generation alike: 40 of 43 sentences are translated, and a
-    data set of fewer than 8 is "empty". Batches follow the order of ``indices``, so what is lost
-    is a tail. No indices at all are an IndexError in fairseq; here a ValueError that says so.
+    Batches follow the order of ``indices``, so what is lost is a tail. Raises ValueError for no
+    indices. Without it: fairseq silently drops a last batch whose size is no multiple of 8: 40 of
+    43 sentences are translated, and a data set of fewer than 8 is "empty".
     """
     if not isinstance(indices, np.ndarray):
         indices = np.fromiter(indices, dtype=np.int64)
@@ -43,8 +41,8 @@ def make_same_batches_when_resuming(original, self, dataset, *args, **kwargs):
     """Make the batches of all epochs as for epoch 1, unless each epoch has batches of its own.
 
     Without it: a run that resumes in its second epoch or later trains on other batches, since
-    fairseq makes them once for all epochs, from the seed and the number of the epoch that the
-    process begins with. During an epoch, some sentences are then seen twice and others never.
+    fairseq makes them once, from the seed and the epoch that the process begins with. During that
+    epoch, some sentences are seen twice and others never.
     """
     anew = kwargs.get("disable_iterator_cache") or kwargs.get("update_epoch_batch_itr")
     if anew or not self.can_reuse_epoch_itr(dataset) or dataset in self.dataset_to_epoch_iter:
@@ -62,9 +60,8 @@ def group_batches_from_resumed_position(
 ):
     """Count the groups of ``--update-freq`` from where an epoch is resumed.
 
-    Without it: fairseq counts them from the beginning of the epoch, also where training resumes
-    within a group. A run that resumes with another ``--update-freq`` may then leave out the end of
-    the epoch, and train on all of that epoch once more.
+    Without it: a run that resumes within a group, with another ``--update-freq``, may leave out the
+    end of the epoch, and train on all of that epoch once more.
     """
     batches = len(iterable) - getattr(iterable, "n", 0)
     original(self, iterable, chunk_size, skip_remainder_batch)
@@ -76,8 +73,8 @@ def group_batches_from_resumed_position(
 def shuffle_epochs_after_curriculum(original, self, epoch, shuffle, *args, **kwargs):
     """Shuffle the epochs after the first N of ``--curriculum N``.
 
-    Without it: none is shuffled, except in a run that resumes later. fairseq says whether to
-    shuffle where it makes a data loader, which it does once for all epochs.
+    Without it: none is, since fairseq says whether to shuffle where it makes a data loader, which
+    it does once for all epochs; a run that resumes makes another.
     """
     if self.reuse_dataloader and self.dataloader is not None:
         self.epoch_batch_sampler.shuffle = shuffle
@@ -86,10 +83,7 @@ def shuffle_epochs_after_curriculum(original, self, epoch, shuffle, *args, **kwa
 
 @patches(fairseq.data.iterators.EpochBatchIterator, "state_dict")
 def save_number_of_shards(original, self):
-    """Save the number of processes that share an epoch.
-
-    Without it: `resume_epoch_with_other_world_size` cannot know how far an epoch has come.
-    """
+    """Save how many processes share an epoch, for `resume_epoch_with_other_world_size`."""
     return {**original(self), "num_shards": self.num_shards}
 
 
@@ -97,37 +91,20 @@ def save_number_of_shards(original, self):
 def resume_epoch_with_other_world_size(original, self, state_dict):
     """Resume an epoch where all processes that shared it have come to.
 
-    A checkpoint says how many batches each process has had. They are dealt out in one order, so
-    their sum tells where to resume; what the new processes cannot share evenly is seen again.
-    Without it: more processes end in ``Cannot resume training due to dataloader
-    mismatch``, and fewer see sentences again.
+    Batches are dealt out in one order, so the sum of what all processes have had tells where to
+    resume; what the new processes cannot share evenly is seen again. Without it: more processes end
+    in ``Cannot resume training due to dataloader mismatch``, and fewer see sentences again.
     """
     done = state_dict.get("iterations_in_epoch", 0) * state_dict.get("num_shards", self.num_shards)
     return original(self, {**state_dict, "iterations_in_epoch": done // self.num_shards})
 
 
-@applies
-def restore_old_numpy_names():
-    """Give ``np.float``, ``np.compat.long`` and ``percentile(interpolation=)`` back to fairseq.
+def percentile(*args, interpolation="linear", **kwargs):
+    """Return ``np.percentile``, with numpy 1's name of ``method``."""
+    return np.percentile(*args, method=interpolation, **kwargs)
 
-    Only its four modules that use the names see them. (``np.int`` is left: only the masking of
-    audio without overlap uses it, which calls a ``Generator.randint`` that never was.) Without it:
-    ``--sample-break-mode eos``, ``--num-batch-buckets`` and the CRF layer fail with numpy 2.
-    """
 
-    def percentile(*args, interpolation="linear", **kwargs):
-        return np.percentile(*args, **{"method": interpolation, **kwargs})
-
-    for module in (
-        fairseq.data.data_utils,
-        fairseq.data.language_pair_dataset,
-        fairseq.data.token_block_dataset,
-        fairseq.modules.dynamic_crf_layer,
-    ):
-        overlay(
-            module,
-            np,
-            float=float,
-            compat=types.SimpleNamespace(long=np.int64),
-            percentile=percentile,
-        )
+# Without these: ``--sample-break-mode eos`` and ``--num-batch-buckets`` fail with numpy 2.
+overlay(fairseq.data.data_utils, "np", percentile=percentile)
+for module in (fairseq.data.language_pair_dataset, fairseq.data.token_block_dataset):
+    overlay(module, "np", compat=types.SimpleNamespace(long=np.int64))

@@ -5,42 +5,34 @@ import math
 import fairseq.ngram_repeat_block
 import fairseq.search
 import fairseq.tasks.language_modeling
-import fairseq.tasks.multilingual_language_modeling
 import torch
 
-from talk_fairseq.compat.patching import patches, replaces
+from talk_fairseq.compat.patching import patches
 
 
 @patches(fairseq.tasks.language_modeling.LanguageModelingTask, "eval_lm_dataloader")
-@patches(
-    fairseq.tasks.multilingual_language_modeling.MultilingualLanguageModelingTask,
-    "eval_lm_dataloader",
-)
 def score_every_token(original, self, dataset, *args, max_positions=None, **kwargs):
     """Raise ValueError where ``fairseq-eval-lm`` would skip blocks over the model's maximum.
 
     Without it: only what is left is scored. Without the ``--tokens-per-sample`` of training, which
     is then 1024, every block is skipped, and the perplexity is 1.00 or that of a short last block.
     """
-    skipped = []
     if max_positions is not None:
         _, skipped = dataset.filter_indices_by_size(dataset.ordered_indices(), max_positions)
-    if len(skipped) > 0:
-        raise ValueError(
-            f"expected blocks of at most {max_positions} tokens to score, got {len(skipped)} "
-            "longer ones: give --tokens-per-sample as in training, or --sample-break-mode none"
-        )
+        if len(skipped) > 0:
+            raise ValueError(
+                f"expected blocks of at most {max_positions} tokens to score, got {len(skipped)} "
+                "longer ones: give --tokens-per-sample as in training, or --sample-break-mode none"
+            )
     return original(self, dataset, *args, max_positions=max_positions, **kwargs)
 
 
-@replaces(fairseq.ngram_repeat_block.NGramRepeatBlock, "_no_repeat_ngram")
-def block_repeated_ngrams(self, tokens, lprobs, bsz: int, beam_size: int, step: int):
+def _no_repeat_ngram(self, tokens, lprobs, bsz: int, beam_size: int, step: int):
     """Block the n-grams of ``--no-repeat-ngram-size`` without fairseq's CUDA extension.
 
     A row that would be left without any word stays as it is: a prompt or a prefix allows one word
-    alone, which may repeat an n-gram. Without it: nothing is blocked, in any task: wheels have no
-    extension, and fairseq's other path compares n-grams with the end of the whole buffer, which is
-    padding until the last step.
+    alone, which may repeat an n-gram. Without it: nothing is blocked, since fairseq compares
+    n-grams with the end of the whole buffer, which is padding until the last step.
 
     Args:
         tokens: (rows, positions) of which the first ``step + 1`` are written, one to begin with.
@@ -56,6 +48,10 @@ def block_repeated_ngrams(self, tokens, lprobs, bsz: int, beam_size: int, step: 
         kept = lprobs.masked_fill(blocked > 0, -math.inf)
         lprobs.copy_(torch.where(kept.isneginf().all(dim=1, keepdim=True), lprobs, kept))
     return lprobs
+
+
+# TorchScript reads the source of the function that stands here: a wrapper would show the original.
+fairseq.ngram_repeat_block.NGramRepeatBlock._no_repeat_ngram = _no_repeat_ngram
 
 
 @patches(fairseq.search.DiverseBeamSearch, "step")

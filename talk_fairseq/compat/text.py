@@ -1,4 +1,4 @@
-"""Patches of how fairseq reads text: its lines, its corpora and sentences that are too long."""
+"""Patches of how fairseq reads text: its lines and its corpora."""
 
 import contextlib
 import functools
@@ -6,12 +6,8 @@ import itertools
 import sys
 
 import fairseq.file_chunker_utils
-import fairseq.modules.learned_positional_embedding
-import fairseq.tasks.fairseq_task
 
-from talk_fairseq.compat.patching import applies, patches, patches_command
-
-# --- Lines ---
+from talk_fairseq.compat.patching import patches_command
 
 
 def utf8_lines(file, name):
@@ -28,14 +24,9 @@ def utf8_lines(file, name):
             raise ValueError(f"{name}: line {number}: expected UTF-8, got {got}") from None
 
 
-@applies
-def end_lines_at_line_feeds():
-    """End lines at line feeds alone in ``fairseq-preprocess``.
-
-    Without it: lines also end at lone carriage returns, so that there are more sentences than
-    ``wc -l`` counts, and every later pair is one off.
-    """
-    fairseq.file_chunker_utils.open = functools.partial(open, newline="\n")
+# ``fairseq-preprocess`` ends lines at line feeds alone. Without it: they also end at lone carriage
+# returns, so that there are more sentences than ``wc -l`` counts, and every later pair is one off.
+fairseq.file_chunker_utils.open = functools.partial(open, newline="\n")
 
 
 @patches_command("interactive", "buffered_read")
@@ -70,11 +61,10 @@ def check_corpora_first(original, args):
     set has been written, and lines that do not match fail in training.
     """
     languages = [args.source_lang] + ([] if args.only_source else [args.target_lang])
-    prefixes = [args.trainpref] if args.trainpref else []
+    prefixes = [args.trainpref]
     if not args.dict_only:
-        for some in (args.validpref, args.testpref):
-            prefixes += some.split(",") if some else []
-    for prefix in prefixes:
+        prefixes += [*(args.validpref or "").split(","), *(args.testpref or "").split(",")]
+    for prefix in filter(None, prefixes):
         lines = {}
         for language in languages:
             path = f"{prefix}.{language}" if language else prefix
@@ -83,41 +73,3 @@ def check_corpora_first(original, args):
         if len(set(lines.values())) > 1:
             raise ValueError(f"expected as many lines in both languages, got {lines}")
     return original(args)
-
-
-# --- Lengths ---
-
-
-@patches(fairseq.tasks.fairseq_task.FairseqTask, "filter_indices_by_size")
-def name_flags_that_limit_lengths(original, self, *args, **kwargs):
-    """Name the flags to raise where a sentence is over the maximum length.
-
-    Without it: the error names no flag but one to skip such sentences.
-    """
-    try:
-        return original(self, *args, **kwargs)
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
-        flags = "--max-source-positions, --max-target-positions or --tokens-per-sample"
-        raise ValueError(f"{str(error).rstrip('.')}, or raise {flags}") from None
-
-
-@patches(fairseq.modules.learned_positional_embedding.LearnedPositionalEmbedding, "__call__")
-def check_learned_positions(original, self, input, incremental_state=None, positions=None):
-    """Raise ValueError that names the flags for more tokens than learned positions.
-
-    Only the number of columns is looked at, which is at least that of the positions. ``forward``
-    stays as it is for TorchScript, which compiles it. Without it: ``IndexError: index out of range
-    in self``, or on a GPU a failed assertion of the device that ends the process.
-    """
-    tokens = input.shape[1]
-    if positions is None and tokens > self.max_positions:
-        longest = int(input.ne(self.padding_idx).sum(dim=1).max())
-        if longest > self.max_positions:
-            raise ValueError(
-                f"expected at most {self.max_positions} tokens, one for each learned position, got "
-                f"{longest}: train with a larger --max-source-positions, --max-target-positions "
-                "or --tokens-per-sample"
-            )
-    return original(self, input, incremental_state, positions)

@@ -7,61 +7,51 @@ import warnings
 
 import fairseq.criterions.adaptive_loss
 import fairseq.distributed.utils
-import fairseq.models
 import fairseq.nan_detector
+import fairseq.trainer
 import fairseq.utils
 import torch
-from fairseq.modules import LayerDropModuleList
 
-from talk_fairseq.compat.patching import applies, patches, patches_command
+from talk_fairseq.compat.patching import patches, patches_command
 
 # --- Where NaN began ---
 
 
-@patches(fairseq.nan_detector.NanDetector, "add_hooks")
-def hook_gradients_of_outputs(original, self, module):
-    """Watch gradients with hooks on what modules return, which may be of any type.
+class NanDetector(fairseq.nan_detector.NanDetector):
+    """fairseq's search for the module where NaN began, which ends the training with what it found.
 
-    Without it: fairseq's search for NaN fails itself with any encoder-decoder, with
-    ``StopIteration`` and no word about NaN. torch's hooks on the backward of modules want a
-    tensor, or a dictionary of tensors, and encoders return lists.
+    fairseq runs the batch that failed once more, with hooks on every module; the first whose output
+    or gradient is NaN or infinite is named in the FloatingPointError. Without it: the search fails
+    itself with any encoder-decoder, with ``StopIteration``, and otherwise only warns.
     """
 
-    def watch(module, _, output):
-        def tensor_hook(tensor):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: self.bhook_fn(module, (), gradient))
+    found = None
 
-        fairseq.utils.apply_to_sample(tensor_hook, output)
+    def add_hooks(self, module):
+        """Watch gradients where outputs are, since torch's backward hooks refuse lists."""
 
-    self.fhooks += [module.register_forward_hook(hook) for hook in (self.fhook_fn, watch)]
+        def watch(module, _, output):
+            def tensor_hook(tensor):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda gradient: self.bhook_fn(module, (), gradient))
+
+            fairseq.utils.apply_to_sample(tensor_hook, output)
+
+        self.fhooks += [module.register_forward_hook(hook) for hook in (self.fhook_fn, watch)]
+
+    def _detect(self, tensor, name, backward):
+        found = super()._detect(tensor, name, backward)
+        self.found = self.found or found
+        return found
+
+    def __exit__(self, exc_type, *rest):
+        super().__exit__(exc_type, *rest)
+        if exc_type is None and self.found:
+            said = str(sys.exception()).rstrip(".")
+            raise FloatingPointError(f"{said}; the first: {self.found}")
 
 
-@patches(fairseq.nan_detector.NanDetector, "_detect")
-def remember_first_non_finite(original, self, tensor, name, backward):
-    """Remember one line each for forward and backward, the first.
-
-    Without it: `name_module_where_nan_began` has nothing to say.
-    """
-    found = original(self, tensor, name, backward)
-    if found:
-        vars(self).setdefault("found", {}).setdefault(backward, found)
-    return found
-
-
-@patches(fairseq.nan_detector.NanDetector, "__exit__")
-def name_module_where_nan_began(original, self, exc_type, exc_value, traceback):
-    """Name the first module whose output, or whose gradient, was NaN or infinite.
-
-    The FloatingPointError that ends the training says it. Without it: fairseq runs the same batch
-    once more to look at every module, but only warns of what it finds, among the norms of all
-    parameters.
-    """
-    original(self, exc_type, exc_value, traceback)
-    error = sys.exception()
-    if exc_type is None and isinstance(error, FloatingPointError) and hasattr(self, "found"):
-        first = self.found.get(False) or self.found[True]
-        raise FloatingPointError(f"{str(error).rstrip('.')}; the first: {first}") from error
+fairseq.trainer.NanDetector = NanDetector
 
 
 # --- Processes ---
@@ -77,24 +67,6 @@ def allow_adaptive_loss_in_one_process(original, cls, cfg, task):
     if fairseq.distributed.utils.get_global_world_size() == 1:
         return cls(task, cfg.sentence_avg)
     return original(cls, cfg, task)
-
-
-@patches(fairseq.models, "DistributedFairseqModel")
-def require_legacy_ddp_for_layerdrop(original, args, model, *more, **kwargs):
-    """Raise ValueError for ``--encoder-layerdrop`` in several processes without legacy_ddp.
-
-    Without it: training ends during an update, with an error of gloo or NCCL, or of unused
-    parameters: torch's DistributedDataParallel waits for gradients of layers that were dropped.
-    With ``--find-unused-parameters`` it computes other gradients after a validation, where they
-    are accumulated.
-    """
-    dropped = any(isinstance(part, LayerDropModuleList) and part.p > 0 for part in model.modules())
-    if dropped and args.ddp_backend in ("c10d", "pytorch_ddp") and not args.tpu:
-        raise ValueError(
-            f"--ddp-backend: expected legacy_ddp to drop layers (--encoder-layerdrop, "
-            f"--decoder-layerdrop) in several processes, got {args.ddp_backend}"
-        )
-    return original(args, model, *more, **kwargs)
 
 
 # --- Runs ---
@@ -116,28 +88,14 @@ def leave_finished_runs_alone(original, cfg, trainer, task, epoch_itr):
     return original(cfg, trainer, task, epoch_itr)
 
 
-@applies
-def set_matmul_precision():
-    """Set torch's precision of matrix products from ``TALK_MATMUL_PRECISION``.
+# fairseq has no flag for torch's precision of matrix products. With ``medium`` they are made in
+# bfloat16 on processors that have it in hardware, and in tf32 on GPUs.
+precision = os.environ.get("TALK_MATMUL_PRECISION", "highest")
+if precision not in ("highest", "high", "medium"):
+    raise ValueError(f"TALK_MATMUL_PRECISION: expected highest, high or medium, got {precision!r}")
+if precision != "highest":  # leave alone what the program may have set
+    torch.set_float32_matmul_precision(precision)
 
-    With ``medium`` they are made in bfloat16 on processors that have it in hardware, and in tf32
-    on GPUs. Raises ValueError for a precision that torch does not know. Without it: fairseq has no
-    flag for ``torch.set_float32_matmul_precision``.
-    """
-    precision = os.environ.get("TALK_MATMUL_PRECISION", "highest")
-    if precision not in ("highest", "high", "medium"):
-        raise ValueError(
-            f"TALK_MATMUL_PRECISION: expected highest, high or medium, got {precision!r}"
-        )
-    if precision != "highest":  # leave alone what the program may have set
-        torch.set_float32_matmul_precision(precision)
-
-
-@applies
-def silence_hydra_warnings():
-    """Ignore the warnings about how fairseq calls hydra 1.3, which works.
-
-    Without it: each command prints a screenful of them.
-    """
-    warnings.filterwarnings("ignore", category=UserWarning, module="hydra")
-    warnings.filterwarnings("ignore", message="\n'config' is validated against ConfigStore")
+# Without these: each command prints a screenful about how fairseq calls hydra 1.3, which works.
+warnings.filterwarnings("ignore", category=UserWarning, module="hydra")
+warnings.filterwarnings("ignore", message="\n'config' is validated against ConfigStore")

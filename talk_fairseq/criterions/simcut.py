@@ -5,7 +5,7 @@
 """
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from fairseq.criterions import register_criterion
@@ -15,17 +15,15 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 )
 from torch.nn import functional as F
 
+from talk_fairseq.models.config import option
+
 
 @dataclass
 class SimCutConfig(LabelSmoothedCrossEntropyCriterionConfig):
     """The options of fairseq's label smoothing, and these."""
 
-    simcut_alpha: float = field(
-        default=3.0, metadata={"help": "weight of the divergence; 0 is label smoothing alone"}
-    )
-    simcut_cutoff: float = field(
-        default=0.05, metadata={"help": "probability of cutting the embedding of a token"}
-    )
+    simcut_alpha: float = option(3.0, "weight of the divergence; 0 is label smoothing alone")
+    simcut_cutoff: float = option(0.05, "probability of cutting the embedding of a token")
 
 
 @register_criterion("label_smoothed_cross_entropy_with_simcut", dataclass=SimCutConfig)
@@ -38,10 +36,9 @@ class SimCutCriterion(LabelSmoothedCrossEntropyCriterion):
     matter; each side is a pass of its own, with its own dropout. Validation is label smoothing
     alone.
 
-    Embeddings are zeroed where they are looked up, in ``embed_tokens`` of the encoder and the
-    decoder: positions stay, and another token in their place (unk, padding) would have an
-    embedding that is learnt, or mask attention. Raises ValueError for a model without these, and
-    for options out of range.
+    Embeddings are zeroed where they are looked up, in ``embed_tokens`` of both sides: positions
+    stay, and another token in their place (unk, padding) would have an embedding that is learnt, or
+    mask attention. Raises ValueError for a model without these, and for options out of range.
     """
 
     def __init__(self, task, cfg):

@@ -1,22 +1,21 @@
 """The named architectures: the papers' sizes, and ours."""
 
+import functools
+
 from fairseq.models import register_model_architecture
 
 
 def register_archs(model, archs):
     """Register each arch of ``{name: {option: value}}``; flags and YAML keys override it."""
-
-    def with_defaults(values):
-        def set_defaults(cfg):
-            for name, value in values.items():
-                if name not in cfg:
-                    # Both a Namespace of flags and a DictConfig of YAML keys take attributes.
-                    setattr(cfg, name, value)
-
-        return set_defaults
-
     for name, values in archs.items():
-        register_model_architecture(model, name)(with_defaults(values))
+        register_model_architecture(model, name)(functools.partial(_set_defaults, values))
+
+
+def _set_defaults(values, cfg):
+    for name, value in values.items():
+        if name not in cfg:
+            # Both a Namespace of flags and a DictConfig of YAML keys take attributes.
+            setattr(cfg, name, value)
 
 
 # --- Beyond the paper ---
@@ -33,14 +32,9 @@ _PLUS = {
 
 def _sizes(embed_dim, ffn_embed_dim, heads):
     """Return options with the same sizes on both sides."""
+    sizes = {"embed_dim": embed_dim, "ffn_embed_dim": ffn_embed_dim, "attention_heads": heads}
     return {
-        f"{side}_{name}": value
-        for side in ("encoder", "decoder")
-        for name, value in (
-            ("embed_dim", embed_dim),
-            ("ffn_embed_dim", ffn_embed_dim),
-            ("attention_heads", heads),
-        )
+        f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sizes.items()
     }
 
 

@@ -4,6 +4,7 @@ They are flat, since a nested config works from YAML but not from flags.
 """
 
 import argparse
+import re
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Any, Optional
 
@@ -16,6 +17,8 @@ from fairseq.models.transformer.transformer_config import (
     QuantNoiseConfig,
 )
 from omegaconf import OmegaConf
+
+from talk_fairseq.models.pruning import kept_layers
 
 _NESTED = {"encoder": EncDecBaseConfig, "decoder": DecoderConfig, "quant_noise": QuantNoiseConfig}
 
@@ -33,96 +36,75 @@ def _flat_transformer_config():
                 kind, default = Optional[int], None  # the embedding size; see nested_config
             if inner.name == "layers_to_keep":
                 kind = Optional[str]  # "0,2": fairseq declares a list, and then splits text
-            metadata = dict(inner.metadata)
-            options.append((prefix + inner.name, kind, field(default=default, metadata=metadata)))
+            value = field(default=default, metadata=dict(inner.metadata))
+            options.append((prefix + inner.name, kind, value))
     return make_dataclass("FlatTransformerConfig", options, bases=(FairseqDataclass,))
 
 
+def option(default, text, **metadata):
+    """Return the field of a dataclass: an option with its `default` and the `text` of its help."""
+    return field(default=default, metadata={"help": text, **metadata})
+
+
+# What the unit adds to the options of each side of a model.
+_WINDOW_OPTIONS = [
+    ("talk_heads", Optional[int], None, "heads of the {}'s windows (default: its attention heads)"),
+    ("conv_dim", Optional[int], None, "channels of the {}'s windows (default: of its embedding)"),
+    ("glu", bool, True, "gate the first projection of the {}'s units"),
+    ("short_kernel", int, 0, "taps of a depthwise convolution before the {}'s windows (0: none)"),
+]
+
+
+def _window_options(side, max_left):
+    """Make a dataclass of `_WINDOW_OPTIONS`, and of the windows themselves, `max_left`."""
+    windows = ("max_left", Any, max_left, "largest window to the left of each {} layer")
+    return make_dataclass(
+        f"{side.capitalize()}WindowConfig",
+        [
+            (f"{side}_{name}", kind, option(default, text.format(side)))
+            for name, kind, default, text in [windows, *_WINDOW_OPTIONS]
+        ],
+    )
+
+
 @dataclass
-class TaLKConvUnitConfig:
+class TaLKConvUnitConfig(_window_options("decoder", "3,7,15,31x3")):
     """What the unit adds to the options of a fairseq model with a decoder.
 
     Windows are one entry a layer, as text ("3,7,15,31x4": 31 four times) or as a YAML list.
     """
 
-    activation_fn: str = field(default="swish", metadata={"help": "activation function"})
-    decoder_max_left: Any = field(
-        default="3,7,15,31x3", metadata={"help": "largest window to the left of each decoder layer"}
+    activation_fn: str = option("swish", "activation function")
+    talk_normalize: bool = option(True, "divide each window's sum by the largest window")
+    spread_offsets: bool = option(False, "begin with windows of all lengths, one a head")
+    spread_windows: bool = option(
+        False, "heads have largest windows of their own, from 2 tokens to the layer's"
     )
-    decoder_talk_heads: Optional[int] = field(
-        default=None,
-        metadata={"help": "heads of the decoder's windows (default: its attention heads)"},
+    root_normalize: bool = option(
+        False, "divide each window's sum by the square root of the window's length"
     )
-    decoder_conv_dim: Optional[int] = field(
-        default=None,
-        metadata={"help": "channels of the decoder's windows (default: its embedding dimension)"},
-    )
-    decoder_glu: bool = field(
-        default=True, metadata={"help": "gate the first projection of the decoder's units"}
-    )
-    talk_normalize: bool = field(
-        default=True, metadata={"help": "divide each window's sum by the largest window"}
-    )
-    spread_offsets: bool = field(
-        default=False, metadata={"help": "begin with windows of all lengths, one a head"}
-    )
-    spread_windows: bool = field(
-        default=False,
-        metadata={"help": "heads have largest windows of their own, from 2 tokens to the layer's"},
-    )
-    root_normalize: bool = field(
-        default=False,
-        metadata={"help": "divide each window's sum by the square root of the window's length"},
-    )
-    decoder_short_kernel: int = field(
-        default=0,
-        metadata={"help": "taps of a depthwise convolution before the decoder's windows (0: none)"},
-    )
-    offset_dropout: float = field(
-        default=0.1, metadata={"help": "probability of dropping an offset"}
-    )
-    input_dropout: float = field(
-        default=0.0, metadata={"help": "dropout probability of the input of each unit"}
-    )
+    offset_dropout: float = option(0.1, "probability of dropping an offset")
+    input_dropout: float = option(0.0, "dropout probability of the input of each unit")
 
 
 @dataclass
-class TaLKConvConfig(TaLKConvUnitConfig, _flat_transformer_config()):
+class TaLKConvConfig(
+    TaLKConvUnitConfig, _window_options("encoder", "3,7,15,31x4"), _flat_transformer_config()
+):
     """What `fairseq-train` takes as flags and a YAML takes as keys of `model`."""
 
-    encoder_layers: int = field(default=7, metadata={"help": "number of encoder layers"})
-    encoder_max_left: Any = field(
-        default="3,7,15,31x4", metadata={"help": "largest window to the left of each encoder layer"}
-    )
-    encoder_max_right: Any = field(
-        default=None,
-        metadata={"help": "likewise to the right (default: as --encoder-max-left)"},
-    )
-    encoder_talk_heads: Optional[int] = field(
-        default=None,
-        metadata={"help": "heads of the encoder's windows (default: its attention heads)"},
-    )
-    encoder_conv_dim: Optional[int] = field(
-        default=None,
-        metadata={"help": "channels of the encoder's windows (default: its embedding dimension)"},
-    )
-    encoder_glu: bool = field(
-        default=True, metadata={"help": "gate the first projection of the encoder's units"}
-    )
-    encoder_short_kernel: int = field(
-        default=0,
-        metadata={"help": "taps of a depthwise convolution before the encoder's windows (0: none)"},
-    )
+    encoder_layers: int = option(7, "number of encoder layers")
+    encoder_max_right: Any = option(None, "likewise to the right (default: as --encoder-max-left)")
 
 
 def add_flags(parser, config):
     """Add the flags of the dataclass `config`: each switch both ways, since an arch may set it."""
-    for option in fields(config):
-        if option.type is bool and option.default in (True, False):
-            kwargs = {"default": argparse.SUPPRESS, "help": option.metadata.get("help")}
-            name = option.name.replace("_", "-")
+    for flag in fields(config):
+        if flag.type is bool and flag.default in (True, False):
+            kwargs = {"default": argparse.SUPPRESS, "help": flag.metadata.get("help")}
+            name = flag.name.replace("_", "-")
             if name.startswith("no-"):  # --no-… itself is added below
-                kwargs.update(action="store_false", dest=option.name, help="the opposite")
+                kwargs.update(action="store_false", dest=flag.name, help="the opposite")
                 parser.add_argument("--" + name.removeprefix("no-"), **kwargs)
             else:
                 kwargs["action"] = argparse.BooleanOptionalAction
@@ -166,35 +148,42 @@ def nested_config(cfg, config):
     return nested
 
 
+def set_windows(side, name):
+    """Set ``windows`` and ``kept`` of the config `side`, the encoder's or the decoder's by `name`.
+
+    The first is a list of ``(max_left, max_right)``, from which each layer that is built takes the
+    first; the other are the layers that ``layers_to_keep`` leaves, or None. Raises ValueError for
+    windows and layers that do not fit.
+    """
+    left = window_list(f"{name}_max_left", side.max_left, side.layers)
+    right = left
+    if name == "decoder":
+        right = [0] * side.layers
+    elif side.max_right is not None:
+        right = window_list("encoder_max_right", side.max_right, side.layers)
+    kept = kept_layers(name, side.layers_to_keep, side.layers)
+    side.kept = kept if side.layers_to_keep else None
+    side.layers = len(kept)
+    side.windows = [(left[layer], right[layer]) for layer in kept]
+
+
 def window_list(name, windows, layers):
     """Return ``"3,7,31x2"`` or ``[3, 7, 31, 31]`` as a list of ints, one for each layer.
 
     Raises ValueError, naming `name`, for text that is no such list and for a wrong length.
     """
-    try:
-        if isinstance(windows, str):
-            given = []
-            for entry in windows.split(","):
-                window, times, count = entry.partition("x")
-                given += [int(window)] * (_repeats(int(count)) if times else 1)
-        else:
-            given = [windows] if isinstance(windows, int) else list(windows)
-            if not all(type(window) is int for window in given):
-                raise TypeError
-    except (TypeError, ValueError):
+    given = [windows] if isinstance(windows, int) else windows
+    if isinstance(windows, str):
+        entry = re.compile(r"\s*(\d+)(?:x([1-9]\d{0,3}))?\s*")
+        entries = [entry.fullmatch(text) for text in windows.split(",")]
+        if all(entries):
+            given = [int(found[1]) for found in entries for _ in range(int(found[2] or 1))]
+    if not isinstance(given, (list, tuple)) or any(type(window) is not int for window in given):
         raise ValueError(
             f"{name}: expected windows such as '3,7,31x2', one a layer, got {windows!r}"
-        ) from None
+        )
     if len(given) != layers:
         raise ValueError(
             f"{name}: expected {layers} windows, one a layer, got {len(given)}: {given}"
         )
-    if min(given, default=0) < 0:
-        raise ValueError(f"{name}: expected windows of at least 0 tokens, got {given}")
-    return given
-
-
-def _repeats(count):
-    if not 1 <= count <= 10_000:  # more is a mistake
-        raise ValueError
-    return count
+    return list(given)

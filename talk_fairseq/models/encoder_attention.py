@@ -18,9 +18,11 @@ class EncoderAttention(MultiheadAttention):
     ``k n`` to ``k n + k - 1`` belong to sentence n. Without, it is fairseq's.
     """
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.dropout_module.module_name = "MultiheadAttention"  # for --retain-dropout-modules
+    need_attn = True
+
+    def make_generation_fast_(self, need_attn=False, **kwargs):
+        """Note whether the generator reads weights: fairseq's decoder asks for them in any case."""
+        self.need_attn = need_attn
 
     def forward(
         self,
@@ -41,6 +43,8 @@ class EncoderAttention(MultiheadAttention):
                 query, key, value, key_padding_mask, incremental_state, need_weights, static_kv,
                 attn_mask, before_softmax, need_head_weights,
             )  # fmt: skip
+        need_head_weights = need_head_weights and self.need_attn
+        need_weights = need_weights and self.need_attn
         T, B, C = query.shape
         H, R = self.num_heads, self.head_dim
         state = self._get_input_buffer(incremental_state)
@@ -85,7 +89,7 @@ def reorder(attentions, incremental_state, new_order):
     Nothing is copied unless a sentence goes, comes or changes place.
     """
     states = [attention._get_input_buffer(incremental_state) for attention in attentions]
-    states = [state for state in states if state]
+    states = list(filter(None, states))
     if not states:
         return
     old = states[0]["sentences"]
@@ -93,30 +97,21 @@ def reorder(attentions, incremental_state, new_order):
     if torch.equal(sentences, old):
         return
     k = old.numel() // states[0]["keys"].shape[0]
-    groups = sentences.view(-1, k) if sentences.numel() % k == 0 else sentences.view(-1, 1)
-    if not torch.equal(groups, groups[:, :1].expand_as(groups)):
-        groups = sentences.view(-1, 1)
-    kept = groups[:, 0]
+    kept = sentences[::k]
+    if not torch.equal(sentences, kept.repeat_interleave(k)):
+        k, kept = 1, sentences
     for state in states:
         for name in ("keys", "values", "padding"):
             if state[name] is not None:
                 state[name] = state[name].index_select(0, kept)
-        state["sentences"] = _sentences(*groups.shape, old.device)
-
-
-# The encoder's output, as a dictionary of lists; `rows` holds the sentence of each row, if there
-# are other rows than sentences.
-
-
-def reorder_encoder_out(encoder_out, new_order):
-    """Let row i be what row ``new_order[i]`` was; the output itself stays as it is."""
-    N = encoder_out["encoder_out"][0].shape[1]
-    rows = encoder_out.get("rows") or [torch.arange(N, device=new_order.device)]
-    return {**encoder_out, "rows": [rows[0].index_select(0, new_order)]}
+        state["sentences"] = _sentences(len(kept), k, old.device)
 
 
 def encoder_out_of_rows(encoder_out, attentions, incremental_state):
-    """Return `encoder_out` as `attentions` take it, one row a sentence if they can share it."""
+    """Return `encoder_out` as `attentions` take it, one row a sentence if they can share it.
+
+    Its "rows" hold the sentence of each row, where there are other rows than sentences.
+    """
     if encoder_out is None or not encoder_out.get("rows"):
         return encoder_out
     if any(attention._get_input_buffer(incremental_state) for attention in attentions):

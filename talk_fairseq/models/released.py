@@ -1,8 +1,8 @@
 """Translate checkpoints of the published TaLK implementation into our names.
 
 They hold the options as a Namespace of fairseq 0.9 or 0.10. `upgrade` translates those where
-fairseq upgrades what it has read (compat/checkpoints.py); the encoder and the decoder rename the
-parameters where fairseq upgrades what it loads (`rename_parameters`).
+fairseq upgrades what it has read (compat/checkpoints.py); the models call `rename_parameters` where
+fairseq upgrades what it loads.
 """
 
 import argparse
@@ -107,15 +107,14 @@ def _windows(name, sizes, layers):
         raise ValueError(f"{name}: expected sizes such as [3, 7, 15], got {sizes!r}") from None
 
 
-def rename_parameters(state_dict, name):
-    """Give published parameters of the encoder or decoder `name` our names, in place."""
-    layer = re.escape(name + ".layers.") + r"\d+\."
-    if not any(re.match(layer + r"conv\.offsets\.", key) for key in state_dict):
-        return
-    for key in list(state_dict):
-        for old, ours in _PARAMETERS:
-            new = re.sub(f"^(?P<layer>{layer}){old}", r"\g<layer>" + ours, key)
-            if new != key:
-                state_dict[new] = state_dict.pop(key)
-    # Below 3, fairseq would drop the final norm of a decoder, which the published model has.
-    state_dict[f"{name}.version"] = torch.Tensor([3])
+def rename_parameters(state_dict):
+    """Give the published parameters of a model our names, in place."""
+    for side in {unit[1] for unit in map(_UNIT.fullmatch, state_dict) if unit}:
+        layer = rf"(?P<layer>{side}\.layers\.\d+\.)"
+        for key in list(state_dict):
+            for old, ours in _PARAMETERS:
+                new = re.sub(f"^{layer}{old}", r"\g<layer>" + ours, key)
+                if new != key:
+                    state_dict[new] = state_dict.pop(key)
+        # Below 3, fairseq would drop the final norm of a decoder, which the published model has.
+        state_dict[f"{side}.version"] = torch.Tensor([3])

@@ -1,8 +1,9 @@
 """The TaLK-Conv encoder-decoder: fairseq's Transformer with TaLKConvUnit for self-attention."""
 
-import glob
 import os
+from pathlib import Path
 
+import torch
 from fairseq.distributed import fsdp_wrap
 from fairseq.models import register_model
 from fairseq.models.transformer import (
@@ -19,24 +20,20 @@ from fairseq.modules.transformer_layer import (
 
 from talk_fairseq.models import encoder_attention
 from talk_fairseq.models.archs import TALKCONV, register_archs
-from talk_fairseq.models.config import (
-    TaLKConvConfig,
-    TaLKConvUnitConfig,  # noqa: F401
-    add_flags,
-    nested_config,
-    window_list,
-)
-from talk_fairseq.models.pruning import keep_layers, prune_parameters
+from talk_fairseq.models.config import TaLKConvConfig, add_flags, nested_config, set_windows
+from talk_fairseq.models.pruning import prune_parameters
 from talk_fairseq.models.released import rename_parameters
 from talk_fairseq.modules import TaLKConvUnit
 
 
-def build_unit(cfg, side, window):
-    """Return the unit, a ``cfg.unit``, of a layer of ``side`` (cfg.encoder or cfg.decoder)."""
+def build_unit(cfg, side):
+    """Return the ``cfg.unit`` of the next layer of ``side`` (cfg.encoder or cfg.decoder)."""
+    max_left, max_right = side.windows.pop(0)
     unit = cfg.unit(
         side.embed_dim,
         side.talk_heads or side.attention_heads,
-        *window,
+        max_left,
+        max_right,
         glu=side.glu,
         input_dropout=cfg.input_dropout,
         offset_dropout=cfg.offset_dropout,
@@ -62,100 +59,38 @@ def wrap_layer(layer, cfg):
 
 
 class TaLKConvEncoderLayer(TransformerEncoderLayerBase):
-    """fairseq's encoder layer with a two-sided window ``(max_left, max_right)``."""
-
-    def __init__(self, cfg, window, return_fc=False):
-        self.window = window
-        super().__init__(cfg, return_fc)
+    """fairseq's encoder layer with a two-sided window."""
 
     def build_self_attention(self, embed_dim, cfg):
-        return build_unit(cfg, cfg.encoder, self.window)
+        return build_unit(cfg, cfg.encoder)
 
 
 class TaLKConvEncoder(TransformerEncoderBase):
-    def __init__(self, cfg, dictionary, embed_tokens, return_fc=False):
-        left, right = cfg.encoder.max_left, cfg.encoder.max_right
-        layers = cfg.encoder.layers
-        left = window_list("encoder_max_left", left, layers)
-        right = left if right is None else window_list("encoder_max_right", right, layers)
-        self._windows = iter(list(zip(left, right)))
-        super().__init__(cfg, dictionary, embed_tokens, return_fc)
-        del self._windows
-
     def build_encoder_layer(self, cfg):
-        return wrap_layer(TaLKConvEncoderLayer(cfg, next(self._windows), self.return_fc), cfg)
+        return wrap_layer(TaLKConvEncoderLayer(cfg, self.return_fc), cfg)
 
     def reorder_encoder_out(self, encoder_out, new_order):
-        """Note the new order under "rows", which is all that a TaLKConvDecoder needs."""
-        return encoder_attention.reorder_encoder_out(encoder_out, new_order)
-
-    def upgrade_state_dict_named(self, state_dict, name):
-        rename_parameters(state_dict, name)
-        return super().upgrade_state_dict_named(state_dict, name)
+        """Note the sentence of each row under "rows", which is all that a TaLKConvDecoder needs."""
+        N = encoder_out["encoder_out"][0].shape[1]
+        rows = encoder_out.get("rows") or [torch.arange(N, device=new_order.device)]
+        return {**encoder_out, "rows": [rows[0].index_select(0, new_order)]}
 
 
 class TaLKConvDecoderLayer(TransformerDecoderLayerBase):
-    """fairseq's decoder layer with a causal window of `max_left`."""
-
-    def __init__(self, cfg, max_left, no_encoder_attn=False):
-        self.window = (max_left, 0)
-        super().__init__(cfg, no_encoder_attn)
+    """fairseq's decoder layer with a causal window."""
 
     def build_self_attention(self, embed_dim, cfg, add_bias_kv=False, add_zero_attn=False):
-        return build_unit(cfg, cfg.decoder, self.window)
+        return build_unit(cfg, cfg.decoder)
 
     def build_encoder_attention(self, embed_dim, cfg):
-        return encoder_attention.EncoderAttention(
-            embed_dim,
-            cfg.decoder.attention_heads,
-            kdim=cfg.encoder.embed_dim,
-            vdim=cfg.encoder.embed_dim,
-            dropout=cfg.attention_dropout,
-            encoder_decoder_attention=True,
-            q_noise=self.quant_noise,
-            qn_block_size=self.quant_noise_block_size,
-            xformers_att_config=cfg.encoder.xformers_att_config,
-        )
-
-    def forward(
-        self,
-        x,
-        encoder_out=None,
-        encoder_padding_mask=None,
-        incremental_state=None,
-        *args,
-        need_attn=False,
-        need_head_weights=False,
-        **kwargs,
-    ):
-        # fairseq's decoder asks its last layer for attention weights even where its generator
-        # has said that nobody will read them.
-        wanted = self.need_attn or incremental_state is None
-        return super().forward(
-            x,
-            encoder_out,
-            encoder_padding_mask,
-            incremental_state,
-            *args,
-            need_attn=need_attn and wanted,
-            need_head_weights=need_head_weights and wanted,
-            **kwargs,
-        )
+        attention = super().build_encoder_attention(embed_dim, cfg)
+        attention.__class__ = encoder_attention.EncoderAttention  # which adds no state of its own
+        return attention
 
 
 class TaLKConvDecoder(TransformerDecoderBase):
-    def __init__(self, cfg, dictionary, embed_tokens, no_encoder_attn=False, **kwargs):
-        windows = window_list("decoder_max_left", cfg.decoder.max_left, cfg.decoder.layers)
-        self._windows = iter(windows)
-        super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn, **kwargs)
-        del self._windows
-
     def build_decoder_layer(self, cfg, no_encoder_attn=False):
-        return wrap_layer(TaLKConvDecoderLayer(cfg, next(self._windows), no_encoder_attn), cfg)
-
-    def upgrade_state_dict_named(self, state_dict, name):
-        rename_parameters(state_dict, name)
-        return super().upgrade_state_dict_named(state_dict, name)
+        return wrap_layer(TaLKConvDecoderLayer(cfg, no_encoder_attn), cfg)
 
     def extract_features(
         self, prev_output_tokens, encoder_out=None, incremental_state=None, **kwargs
@@ -194,6 +129,10 @@ class TaLKConvModelBase:
     unit = TaLKConvUnit
 
     @classmethod
+    def add_args(cls, parser):
+        add_flags(parser, getattr(cls, "__dataclass"))  # by its name in fairseq
+
+    @classmethod
     def from_pretrained(
         cls, model_name_or_path, checkpoint_file="model.pt", data_name_or_path=".", **kwargs
     ):
@@ -202,18 +141,21 @@ class TaLKConvModelBase:
         Raises ValueError that names ``data_name_or_path`` where it is no folder with dictionaries;
         one that begins with ``.`` is below the folder of the model.
         """
-        folder = str(data_name_or_path)
-        if folder.startswith("."):
-            folder = os.path.join(model_name_or_path, folder)
-        if os.path.isdir(model_name_or_path) and not os.path.isfile(folder):
-            if not glob.glob(os.path.join(glob.escape(folder), "dict*.txt")):
-                raise ValueError(
-                    f"data_name_or_path: expected a folder with dictionaries (dict*.txt), got "
-                    f"{folder}"
-                )
+        here = model_name_or_path if str(data_name_or_path).startswith(".") else "."
+        folder = Path(here, data_name_or_path)
+        unpacked = os.path.isdir(model_name_or_path) and not folder.is_file()
+        if unpacked and not any(folder.glob("dict*.txt")):
+            raise ValueError(
+                f"data_name_or_path: expected a folder with dictionaries (dict*.txt), got {folder}"
+            )
         return super().from_pretrained(
             model_name_or_path, checkpoint_file, data_name_or_path, **kwargs
         )
+
+    def upgrade_state_dict_named(self, state_dict, name):
+        """Give parameters of old checkpoints, published ones among them, their names of today."""
+        rename_parameters(state_dict)
+        return super().upgrade_state_dict_named(state_dict, name)
 
     def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
         """Load `state_dict`, of which `prune_parameters` leaves out layers.
@@ -221,8 +163,9 @@ class TaLKConvModelBase:
         fairseq's own pruning, from `model_cfg`, would leave out layers of a pruned model again.
         """
         for name in ("encoder", "decoder"):
-            side = getattr(self.decoder.cfg, name)
-            state_dict = prune_parameters(state_dict, side, name)
+            kept = getattr(getattr(self.decoder.cfg, name), "kept", None)
+            if kept is not None:
+                state_dict = prune_parameters(state_dict, name, kept)
         return super().load_state_dict(state_dict, strict)
 
 
@@ -231,15 +174,11 @@ class TaLKConvModel(TaLKConvModelBase, TransformerModelBase):
     """TaLK-Conv encoder-decoder (Lioutas & Guo, ICML 2020)."""
 
     @classmethod
-    def add_args(cls, parser):
-        add_flags(parser, TaLKConvConfig)
-
-    @classmethod
     def build_model(cls, cfg, task):
         cfg = nested_config(cfg, TaLKConvConfig)
         cfg.unit = cls.unit
-        keep_layers(cfg.encoder, "encoder", "max_left", "max_right")
-        keep_layers(cfg.decoder, "decoder", "max_left")
+        set_windows(cfg.encoder, "encoder")
+        set_windows(cfg.decoder, "decoder")
         return super().build_model(cfg, task)
 
     @classmethod

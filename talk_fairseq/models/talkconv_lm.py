@@ -1,7 +1,7 @@
 """The TaLK-Conv language model: the decoder of talkconv.py by itself."""
 
 import ast
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Optional
 
 from fairseq.models import FairseqLanguageModel, register_model
@@ -10,8 +10,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 
 from talk_fairseq.models.archs import TALKCONV_LM, register_archs
-from talk_fairseq.models.config import TaLKConvUnitConfig, add_flags, nested_config
-from talk_fairseq.models.pruning import keep_layers
+from talk_fairseq.models.config import TaLKConvUnitConfig, nested_config, option, set_windows
 from talk_fairseq.models.talkconv import TaLKConvDecoder, TaLKConvModelBase
 
 
@@ -22,26 +21,22 @@ class TaLKConvLanguageModelConfig(TaLKConvUnitConfig, TransformerLanguageModelCo
     Lists are text, as fairseq has them, or YAML lists.
     """
 
-    decoder_normalize_before: bool = field(
-        default=True, metadata={"help": "apply layernorm before each decoder block"}
+    decoder_normalize_before: bool = option(True, "apply layernorm before each decoder block")
+    decoder_input_dim: Optional[int] = option(
+        None, "embedding dimension (default: as --decoder-embed-dim)"
     )
-    decoder_input_dim: Optional[int] = field(
-        default=None, metadata={"help": "embedding dimension (default: as --decoder-embed-dim)"}
+    decoder_output_dim: Optional[int] = option(
+        None, "output layer's dimension (default: as --decoder-embed-dim)"
     )
-    decoder_output_dim: Optional[int] = field(
-        default=None,
-        metadata={"help": "output layer's dimension (default: as --decoder-embed-dim)"},
+    adaptive_input_cutoff: Any = option(
+        None, "where the bands of the adaptive input end: 20000,60000"
     )
-    adaptive_input_cutoff: Any = field(
-        default=None, metadata={"help": "where the bands of the adaptive input end: 20000,60000"}
+    adaptive_softmax_cutoff: Any = option(
+        None, "likewise for the adaptive softmax; see --criterion adaptive_loss"
     )
-    adaptive_softmax_cutoff: Any = field(
-        default=None,
-        metadata={"help": "likewise for the adaptive softmax; see --criterion adaptive_loss"},
-    )
-    character_filters: Any = field(
-        default="[(1, 64), (2, 128), (3, 192), (4, 256), (5, 256), (6, 256), (7, 256)]",
-        metadata={"help": "width and channels of each convolution over the characters of a word"},
+    character_filters: Any = option(
+        "[(1, 64), (2, 128), (3, 192), (4, 256), (5, 256), (6, 256), (7, 256)]",
+        "width and channels of each convolution over the characters of a word",
     )
 
 
@@ -116,11 +111,11 @@ def check_embeddings(cfg, source_words, target_words):
             "decoder_output_dim": cfg.decoder_input_dim,
         },
     }
-    for option, others in needs.items():
-        if getattr(cfg, option):
+    for asked, others in needs.items():
+        if getattr(cfg, asked):
             for name, wanted in others.items():
                 if (got := getattr(cfg, name)) != wanted:
-                    raise ValueError(f"{name}: expected {wanted} with {option}, got {got}")
+                    raise ValueError(f"{name}: expected {wanted} with {asked}, got {got}")
     if cfg.adaptive_input and cfg.adaptive_input_cutoff is None:
         raise ValueError("adaptive_input_cutoff: expected cutoffs with adaptive_input, got None")
     shared = cfg.tie_adaptive_weights or cfg.share_decoder_input_output_embed
@@ -163,14 +158,10 @@ class TaLKConvLanguageModel(TaLKConvModelBase, FairseqLanguageModel):
     """TaLK-Conv language model, on fairseq's task language_modeling."""
 
     @classmethod
-    def add_args(cls, parser):
-        add_flags(parser, TaLKConvLanguageModelConfig)
-
-    @classmethod
     def build_model(cls, cfg, task):
         cfg = nested_config(cfg, TaLKConvLanguageModelConfig)
         cfg.unit = cls.unit
-        keep_layers(cfg.decoder, "decoder", "max_left")
+        set_windows(cfg.decoder, "decoder")
         cfg.checkpoint_activations |= cfg.offload_activations
         if cfg.max_target_positions is None:
             cfg.max_target_positions = cfg.tokens_per_sample

@@ -4,9 +4,8 @@ fairseq's own ``adam`` makes some ten passes over each parameter in Python, unle
 installed. This one reads and writes each number once, on CPUs and GPUs.
 """
 
-import itertools
+import collections
 import math
-from dataclasses import dataclass
 
 import torch
 from fairseq.optim import FairseqOptimizer, adam, register_optimizer
@@ -24,21 +23,15 @@ class FusedAdam(torch.optim.Optimizer):
 
     Results differ from fairseq's by rounding alone. The state has fairseq's names and types, so
     that either optimizer goes on from a checkpoint of the other. Parameters in float16 or bfloat16
-    have states in float32, and are rounded once an update.
-
-    Args:
-        params, lr, betas, eps, weight_decay: as of ``torch.optim.AdamW``.
-
-    Raises:
-        RuntimeError: a gradient is sparse.
+    have states in float32, and are rounded once an update. The arguments are as of
+    ``torch.optim.AdamW``. Raises RuntimeError for a sparse gradient.
     """
 
     supports_memory_efficient_fp16 = True
     supports_flat_params = True
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps,
-                                  "weight_decay": weight_decay})  # fmt: skip
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -48,31 +41,27 @@ class FusedAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            changed = [p for p in group["params"] if p.grad is not None]
-            for p in changed:
-                self._count(p)
-
             # One call for all parameters that have the same number of updates: nearly always all.
-            def key(p):
-                return self.state[p]["step"], str(p.device)
-
-            for (step, _), same in itertools.groupby(sorted(changed, key=key), key=key):
-                self._update(list(same), step, group)
+            same = collections.defaultdict(list)
+            for p in group["params"]:
+                if p.grad is not None:
+                    same[self._count(p), p.device].append(p)
+            for (step, _), params in same.items():
+                self._update(params, step, group)
         return loss
 
     def _count(self, p):
-        """Count one more update of `p`, with a state in float32 (or float64)."""
+        """Return the number of this update of `p`, with a state in float32 (or float64)."""
         if p.grad.is_sparse:
             raise RuntimeError("gradients: expected dense ones, got a sparse one")
         state = self.state[p]
         dtype = torch.promote_types(p.dtype, torch.float32)
-        if not state:
-            state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(p, dtype=dtype)
-            state["exp_avg_sq"] = torch.zeros_like(p, dtype=dtype)
-        for name in ("exp_avg", "exp_avg_sq"):  # as fairseq loads them, they may be of p's dtype
-            state[name] = state[name].to(p.device, dtype)
-        state["step"] = int(state["step"]) + 1
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name not in state:
+                state[name] = torch.zeros_like(p, dtype=dtype)
+            state[name] = state[name].to(p.device, dtype)  # fairseq may load it in p's dtype
+        state["step"] = int(state.get("step", 0)) + 1
+        return state["step"]
 
     def _update(self, params, step, group):
         states = [self.state[p] for p in params]
@@ -101,20 +90,13 @@ class FusedAdam(torch.optim.Optimizer):
                 p.copy_(rounded)
 
 
-@dataclass
-class FusedAdamConfig(adam.FairseqAdamConfig):
-    """The options of ``adam``: ``--adam-betas``, ``--adam-eps`` and ``--weight-decay``."""
-
-
-@register_optimizer("fused_adam", dataclass=FusedAdamConfig)
+@register_optimizer("fused_adam", dataclass=adam.FairseqAdamConfig)
 class FairseqAdam(adam.FairseqAdam):
-    """:class:`FusedAdam` with fairseq's options.
+    """:class:`FusedAdam` with the options of fairseq's ``adam``.
 
     It has the name of fairseq's class, since fairseq goes on from a checkpoint only where the
-    optimizer has the name that the checkpoint holds.
-
-    Raises:
-        ValueError: for ``--fp16-adam-stats``, which needs apex.
+    optimizer has the name that the checkpoint holds. Raises ValueError for ``--fp16-adam-stats``,
+    which needs apex.
     """
 
     def __init__(self, cfg, params):

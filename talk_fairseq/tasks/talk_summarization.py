@@ -8,7 +8,7 @@ import dataclasses
 import json
 import logging
 from argparse import Namespace
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Optional  # fairseq does not read `str | None`
 
@@ -21,6 +21,7 @@ from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import register_task
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 
+from talk_fairseq.models.config import option
 from talk_fairseq.rouge import KINDS, rouge_sums
 
 logger = logging.getLogger(__name__)
@@ -30,38 +31,27 @@ logger = logging.getLogger(__name__)
 class TaLKSummarizationConfig(TranslationConfig):
     """The options of fairseq's translation task, and these."""
 
-    max_source_positions: int = field(
-        default=400,
-        metadata={"help": "cut sources to this many tokens, the end of sentence included"},
+    max_source_positions: int = option(
+        400, "cut sources to this many tokens, the end of sentence included"
     )
-    stepwise_lenpen: bool = field(
-        default=False,
-        metadata={
-            "help": "divide scores by ((5 + length) / 6)^lenpen (Wu et al., 2016) at every step "
-            "of the beam search, in place of length^lenpen at the end of each hypothesis"
-        },
+    stepwise_lenpen: bool = option(
+        False,
+        "divide scores by ((5 + length) / 6)^lenpen (Wu et al., 2016) at every step of the beam "
+        "search, in place of length^lenpen at the end of each hypothesis",
     )
-    eval_rouge: bool = field(
-        default=False, metadata={"help": "score generated summaries by ROUGE in validation"}
+    eval_rouge: bool = option(False, "score generated summaries by ROUGE in validation")
+    eval_rouge_args: str = option(
+        "{}",
+        "options of generation for --eval-rouge as JSON, such as "
+        '{"beam": 4, "max_len_b": 140, "no_repeat_ngram_size": 3}',
     )
-    eval_rouge_args: str = field(
-        default="{}",
-        metadata={
-            "help": "options of generation for --eval-rouge as JSON, such as "
-            '{"beam": 4, "max_len_b": 140, "no_repeat_ngram_size": 3}'
-        },
+    eval_rouge_remove_bpe: Optional[str] = option(
+        None, "remove BPE before computing ROUGE", argparse_const="@@ "
     )
-    eval_rouge_remove_bpe: Optional[str] = field(
-        default=None,
-        metadata={"help": "remove BPE before computing ROUGE", "argparse_const": "@@ "},
+    eval_rouge_sentence_separator: Optional[str] = option(
+        None, "what separates the sentences of a summary for rouge_lsum: ' . '"
     )
-    eval_rouge_sentence_separator: Optional[str] = field(
-        default=None,
-        metadata={"help": "what separates the sentences of a summary for rouge_lsum: ' . '"},
-    )
-    eval_rouge_print_samples: bool = field(
-        default=False, metadata={"help": "print a summary of each batch in validation"}
-    )
+    eval_rouge_print_samples: bool = option(False, "print a summary of each batch in validation")
 
 
 @register_task("talk_summarization", dataclass=TaLKSummarizationConfig)
@@ -82,14 +72,9 @@ class TaLKSummarizationTask(TranslationTask):
         super().__init__(cfg, src_dict, tgt_dict)
 
     def build_dataset_for_inference(self, src_tokens, src_lengths, **kwargs):
-        """Return a data set of sources alone (fairseq-interactive), cut as those on disk are."""
+        """Return a data set of sources alone (fairseq-interactive), cut before their last token."""
         longest = self.cfg.max_source_positions
-        src_tokens = [
-            tokens
-            if len(tokens) <= longest
-            else torch.cat([tokens[: longest - 1], tokens.new_tensor([self.src_dict.eos()])])
-            for tokens in src_tokens
-        ]
+        src_tokens = [torch.cat([tokens[:-1][: longest - 1], tokens[-1:]]) for tokens in src_tokens]
         src_lengths = [len(tokens) for tokens in src_tokens]
         return super().build_dataset_for_inference(src_tokens, src_lengths, **kwargs)
 
@@ -104,9 +89,9 @@ class TaLKSummarizationTask(TranslationTask):
         if getattr(args, "max_len_a", 0) == 0 and shortest > longest:
             raise ValueError(f"min_len: expected at most max_len_b = {longest}, got {shortest}")
         if self.cfg.stepwise_lenpen:
-            for option in ("unnormalized", "print_alignment"):
-                if getattr(args, option, None):
-                    raise ValueError(f"stepwise_lenpen: expected no {option} beside it")
+            for other in ("unnormalized", "print_alignment"):
+                if getattr(args, other, None):
+                    raise ValueError(f"stepwise_lenpen: expected no {other} beside it")
             seq_gen_cls = seq_gen_cls or StepwiseLengthPenaltyGenerator
         return super().build_generator(models, args, seq_gen_cls, extra_gen_cls_kwargs, **kwargs)
 

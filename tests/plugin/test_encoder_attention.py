@@ -152,6 +152,7 @@ def test_weights_only_where_somebody_reads_them(model):
     for need_attn in (False, True):
         for layer in model.decoder.layers:
             layer.make_generation_fast_(need_attn=need_attn)
+            layer.encoder_attn.make_generation_fast_(need_attn=need_attn)
         assert model.decoder(target, encoder_out=encoder_out)[1]["attn"][0].shape == (2, 6, 5)
         step = model.decoder(target, encoder_out=encoder_out, incremental_state={})
         assert (step[1]["attn"][0] is not None) == need_attn

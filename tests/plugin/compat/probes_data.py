@@ -15,7 +15,6 @@ from fairseq.data import (
     data_utils,
     iterators,
 )
-from fairseq.modules.dynamic_crf_layer import DynamicCRF
 from fairseq.tasks.fairseq_task import FairseqTask
 from probing import (
     breaks,
@@ -141,11 +140,3 @@ def an_epoch_goes_on_in_more_processes(tmp_path):
         ids = sorted(number for batch in seen for number in batch)
         twice = (before * done) % after  # batches that the processes cannot share evenly
         assert sorted(set(ids)) == list(range(12)) and len(ids) == 12 + 2 * twice, ids
-
-
-@breaks("has no attribute 'float'")
-def the_crf_layer_works(tmp_path):
-    layer = DynamicCRF(num_embedding=9, low_rank=2, beam_size=4)
-    loss = layer(torch.randn(2, 3, 9), torch.randint(0, 9, (2, 3)), torch.ones(2, 3).bool())
-    assert torch.isfinite(loss).all()
-    layer.forward_decoder(torch.randn(2, 3, 9), torch.ones(2, 3).bool())

@@ -4,9 +4,7 @@ import argparse
 import io
 import json
 import pickle
-import re
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +12,7 @@ pytest.importorskip("fairseq")
 
 import numpy as np
 import torch
-from fairseq import checkpoint_utils, search, utils
+from fairseq import checkpoint_utils, utils
 from fairseq.data import (
     MonolingualDataset,
     data_utils,
@@ -28,7 +26,7 @@ from probing import (
     tiny_transformer,
 )
 
-from talk_fairseq import checkpoint_files, compat
+from talk_fairseq import checkpoint_files
 from talk_fairseq.compat import patching, text
 
 
@@ -103,32 +101,8 @@ def test_numpy_and_torch_themselves_are_untouched():
     assert data_utils.np.ndarray is np.ndarray
 
 
-def test_importing_twice_changes_nothing():
-    step, load = search.DiverseBeamSearch.step, checkpoint_utils.torch
-    for module in set(patching.APPLIED.values()):
-        source = Path(sys.modules[module].__file__)
-        again = type(sys)(module)
-        exec(compile(source.read_text(), source, "exec"), again.__dict__)
-    assert search.DiverseBeamSearch.step is step and checkpoint_utils.torch is load
-
-
-def test_the_table_lists_every_patch():
-    _, _, rows, _ = re.split("^=+$", compat.__doc__, flags=re.MULTILINE)
-    listed, file = {}, None
-    for line in rows.strip().splitlines():
-        row = re.fullmatch(r"    (\w+) +(\S.*)", line)
-        if row:
-            listed[row[1]] = file
-        else:
-            file = (Path(compat.__file__).parent / line).resolve()
-    applied = {
-        name: Path(sys.modules[module].__file__) for name, module in patching.APPLIED.items()
-    }
-    assert listed == applied
-
-
 def test_a_fairseq_of_another_shape_is_refused():
-    with pytest.raises(AttributeError, match="expected fairseq.utils.no_such_name in fairseq"):
-        patching.patches(utils, "no_such_name")(lambda original: None)
-    with pytest.raises(AttributeError, match="expected json.np in fairseq, got none"):
-        patching.overlay(json, np)
+    with pytest.raises(AttributeError, match="'fairseq.utils' has no attribute 'no_such_name'"):
+        patching.patches(utils, "no_such_name")
+    with pytest.raises(AttributeError, match="'json' has no attribute 'np'"):
+        patching.overlay(json, "np")
