@@ -5,12 +5,17 @@ import math
 import fairseq.ngram_repeat_block
 import fairseq.search
 import fairseq.tasks.language_modeling
+import fairseq.tasks.multilingual_language_modeling
 import torch
 
 from talk_fairseq.compat.patching import patches
 
 
 @patches(fairseq.tasks.language_modeling.LanguageModelingTask, "eval_lm_dataloader")
+@patches(
+    fairseq.tasks.multilingual_language_modeling.MultilingualLanguageModelingTask,
+    "eval_lm_dataloader",
+)
 def score_every_token(original, self, dataset, *args, max_positions=None, **kwargs):
     """Raise ValueError where ``fairseq-eval-lm`` would skip blocks over the model's maximum.
 

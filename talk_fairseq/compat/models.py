@@ -9,9 +9,10 @@ import fairseq.dataclass.initialize
 import fairseq.dataclass.utils
 import fairseq.distributed.utils
 import fairseq.models
+import fairseq.tasks.multilingual_translation
 import fairseq.utils
 import torch
-from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.models import ARCH_MODEL_REGISTRY, FairseqMultiModel
 from omegaconf import OmegaConf
 
 from talk_fairseq.compat.patching import patches, patches_command
@@ -69,6 +70,21 @@ def build_legacy_models_from_yaml(original, cfg, task, *args, **kwargs):
                 setattr(cfg, name, getattr(of_task, name))
         fairseq.dataclass.utils._set_legacy_defaults(cfg, model)
     return original(cfg, task, *args, **kwargs)
+
+
+@patches(fairseq.tasks.multilingual_translation.MultilingualTranslationTask, "build_model")
+def require_multi_model(original, self, args, *more, **kwargs):
+    """Raise ValueError for a model of one pair in ``--task multilingual_translation``.
+
+    Without it: ``ConfigAttributeError: Key 'left_pad_source'``, at the end of sixty lines.
+    """
+    name = getattr(args, "_name", None) or getattr(args, "arch", None)
+    if not issubclass(ARCH_MODEL_REGISTRY.get(name, FairseqMultiModel), FairseqMultiModel):
+        raise ValueError(
+            "--arch: expected a model of several language pairs, such as multilingual_transformer, "
+            f"for --task multilingual_translation, got {name}"
+        )
+    return original(self, args, *more, **kwargs)
 
 
 @patches(fairseq.distributed.utils, "call_main")

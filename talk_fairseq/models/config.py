@@ -46,35 +46,25 @@ def option(default, text, **metadata):
     return field(default=default, metadata={"help": text, **metadata})
 
 
-# What the unit adds to the options of each side of a model.
-_WINDOW_OPTIONS = [
-    ("talk_heads", Optional[int], None, "heads of the {}'s windows (default: its attention heads)"),
-    ("conv_dim", Optional[int], None, "channels of the {}'s windows (default: of its embedding)"),
-    ("glu", bool, True, "gate the first projection of the {}'s units"),
-    ("short_kernel", int, 0, "taps of a depthwise convolution before the {}'s windows (0: none)"),
-]
-
-
-def _window_options(side, max_left):
-    """Make a dataclass of `_WINDOW_OPTIONS`, and of the windows themselves, `max_left`."""
-    windows = ("max_left", Any, max_left, "largest window to the left of each {} layer")
-    return make_dataclass(
-        f"{side.capitalize()}WindowConfig",
-        [
-            (f"{side}_{name}", kind, option(default, text.format(side)))
-            for name, kind, default, text in [windows, *_WINDOW_OPTIONS]
-        ],
-    )
-
-
 @dataclass
-class TaLKConvUnitConfig(_window_options("decoder", "3,7,15,31x3")):
+class TaLKConvUnitConfig:
     """What the unit adds to the options of a fairseq model with a decoder.
 
     Windows are one entry a layer, as text ("3,7,15,31x4": 31 four times) or as a YAML list.
     """
 
     activation_fn: str = option("swish", "activation function")
+    decoder_max_left: Any = option("3,7,15,31x3", "largest window to the left of each layer")
+    decoder_talk_heads: Optional[int] = option(
+        None, "heads of the decoder's windows (default: its attention heads)"
+    )
+    decoder_conv_dim: Optional[int] = option(
+        None, "channels of the decoder's windows (default: of its embedding)"
+    )
+    decoder_glu: bool = option(True, "gate the first projection of the decoder's units")
+    decoder_short_kernel: int = option(
+        0, "taps of a depthwise convolution before the decoder's windows (0: none)"
+    )
     talk_normalize: bool = option(True, "divide each window's sum by the largest window")
     spread_offsets: bool = option(False, "begin with windows of all lengths, one a head")
     spread_windows: bool = option(
@@ -88,13 +78,22 @@ class TaLKConvUnitConfig(_window_options("decoder", "3,7,15,31x3")):
 
 
 @dataclass
-class TaLKConvConfig(
-    TaLKConvUnitConfig, _window_options("encoder", "3,7,15,31x4"), _flat_transformer_config()
-):
+class TaLKConvConfig(TaLKConvUnitConfig, _flat_transformer_config()):
     """What `fairseq-train` takes as flags and a YAML takes as keys of `model`."""
 
     encoder_layers: int = option(7, "number of encoder layers")
+    encoder_max_left: Any = option("3,7,15,31x4", "largest window to the left of each layer")
     encoder_max_right: Any = option(None, "likewise to the right (default: as --encoder-max-left)")
+    encoder_talk_heads: Optional[int] = option(
+        None, "heads of the encoder's windows (default: its attention heads)"
+    )
+    encoder_conv_dim: Optional[int] = option(
+        None, "channels of the encoder's windows (default: of its embedding)"
+    )
+    encoder_glu: bool = option(True, "gate the first projection of the encoder's units")
+    encoder_short_kernel: int = option(
+        0, "taps of a depthwise convolution before the encoder's windows (0: none)"
+    )
 
 
 def add_flags(parser, config):

@@ -17,6 +17,7 @@ pytest.importorskip("fairseq")
 from building import dictionary, from_flags, units
 from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
+from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from test_talkconv_generation import generate, hypotheses
 
@@ -44,6 +45,13 @@ def test_a_pruned_model_trains_on_and_is_loaded(corpus, trained, tmp_path):
         assert len(units(pruned, side)) == 1
         expected = units(full, side)[kept].linear1.weight
         assert torch.equal(units(pruned, side)[0].linear1.weight, expected)
+
+
+def test_the_multilingual_task_says_which_models_it_takes():
+    multilingual = MultilingualTranslationTask.build_model
+    message = "--arch: expected a model of several language pairs, .* got talkconv_iwslt_de_en"
+    with pytest.raises(ValueError, match=message):
+        multilingual(None, from_flags("--arch", "talkconv_iwslt_de_en"))
 
 
 @pytest.mark.slow

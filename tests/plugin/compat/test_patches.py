@@ -4,7 +4,9 @@ import argparse
 import io
 import json
 import pickle
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -26,8 +28,16 @@ from probing import (
     tiny_transformer,
 )
 
-from talk_fairseq import checkpoint_files
+from talk_fairseq import checkpoint_files, compat
 from talk_fairseq.compat import patching, text
+
+
+def test_the_package_lists_its_patches():
+    listed = set(re.findall(r"`(\w+)`", compat.__doc__))
+    for source in Path(compat.__file__).parent.glob("*.py"):
+        patched = re.findall(r"^@patches.*?^def (\w+)", source.read_text(), re.M | re.S)
+        assert set(patched) <= listed, source.name
+        assert patched or source.name in ("__init__.py", "patching.py")
 
 
 def test_a_row_with_one_word_left_keeps_it():
