@@ -20,7 +20,8 @@ NAMES = {
 
 _CONSTANTS = constants("talk_conv.cu")
 _LANES, _LONG_LANES = _CONSTANTS["LANES"], _CONSTANTS["LONG_LANES"]
-_ROWS, _UNIT, _REACH = _CONSTANTS["ROWS"], _CONSTANTS["UNIT"], _CONSTANTS["REACH"]
+_ROWS, _UNIT = _CONSTANTS["ROWS"], _CONSTANTS["UNIT"]
+_REACH, _DOTS = _CONSTANTS["REACH"], _CONSTANTS["DOTS"]
 _MAX_THREADS, _LONG_THREADS = _CONSTANTS["MAX_THREADS"], _CONSTANTS["LONG_THREADS"]
 
 # Channels that a thread of a `wide` kernel moves at a time.
@@ -140,13 +141,14 @@ def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right
         if before + after <= min(2 * tile, threads - tile)  # a thread to a window
         and shared_bytes(before + tile + after, threads) <= memory
     )
-    fits = T <= most and shared_bytes(T, threads) <= shared_memory
+    whole = _ceil(T, _DOTS) * _DOTS  # time steps, with those that are read beyond the last
+    fits = T <= most and shared_bytes(whole, threads) <= shared_memory
     tile = next(tiles, most if fits else 0)
     if tile:
         kind, few = "", 128  # threads that are enough for a short sequence
         if kernel.endswith("_wide") and T <= min(tile, few // lanes * rows):
             kind, threads, tile = "_short", few, few // lanes * rows
-        staged = min(before + tile + after, T)
+        staged = min(before + tile + after, whole)
         sizes = {"before": before, "after": after, "tile": tile, "staged": staged}
         launch = (
             f"talk_backward{kind}_{kernel}",
