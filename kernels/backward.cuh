@@ -27,6 +27,7 @@
 // (talk_scan_chunks) for the rows (talk_backward_walk).
 
 constexpr int REACH = 32;  // time steps that share an entry of `reach`
+constexpr int DOTS = 4;    // time steps whose gradients of offsets are computed together
 
 // One end of a window, at the row it cuts or could cut (lo - 1 or hi + 1): what dout[t] adds to dx
 // at this row, and to the running sum of the rows after it.
@@ -40,9 +41,9 @@ template <typename F> __device__ inline int row_of_end(const Window<F>& w, int r
 }
 
 template <typename X, typename F>
-__device__ inline End<F> end_of(const Window<F>& w, int right, int t) {
-    const F unit = Types<X>::unit;
-    return right ? End<F>{t, unit * (w.right - 1), -unit} : End<F>{t, unit * w.left, unit};
+__device__ inline End<F> end_of(const Problem& p, const Window<F>& w, int right, int t) {
+    const F weight = weight_of_rows<X>(p);
+    return right ? End<F>{t, weight * (w.right - 1), -weight} : End<F>{t, weight * w.left, weight};
 }
 
 // The rows that a window's two ends cut, for the gradients of its offsets.
@@ -91,13 +92,15 @@ template <typename F> struct Tile {
 };
 
 // Sorts the ends of the windows: counts them by row, places them in any order, and then ranks those
-// of a row. A thread holds one window; `buckets` is at most the number of threads and 1.
+// of a row. A thread holds one window; `rows`, at most the number of threads, is what a block has
+// room for.
 template <typename X, typename F>
-__device__ void sort_ends(const Problem& p, int head, const Tile<F>& tile, int buckets) {
+__device__ void sort_ends(const Problem& p, int head, const Tile<F>& tile, int rows) {
     const int i = threadIdx.x, own = tile.first + i - tile.t0;
     int row[2] = {-1, -1}, slot[2], open = 0;
     End<F> ends[2];
-    for (int bucket = i; bucket < buckets; bucket += blockDim.x) tile.starts[bucket] = 0;
+    for (int r = i; r < rows; r += blockDim.x)
+        tile.starts[r] = 0, tile.cuts[r] = Cuts{{NO_CUT, NO_CUT}};
     __syncthreads();
     if (i < tile.staged) {
         const Window<F> w = window_of<X, F>(p, tile.first + i, head);
@@ -105,7 +108,7 @@ __device__ void sort_ends(const Problem& p, int head, const Tile<F>& tile, int b
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             row[e] = row_of_end(w, e) - tile.t0;
-            ends[e] = end_of<X>(w, e, i);
+            ends[e] = end_of<X>(p, w, e, i);
             if (row[e] >= tile.rows) row[e] = -1;
             if (row[e] >= 0) slot[e] = atomicAdd(tile.starts + row[e], 1);
         }
@@ -113,11 +116,11 @@ __device__ void sort_ends(const Problem& p, int head, const Tile<F>& tile, int b
     }
     __syncthreads();
     int total;  // of ends, and 65,536 times that of open windows
-    const int count = (i < buckets ? tile.starts[i] : 0) + (open << 16);
+    const int count = (i < rows ? tile.starts[i] : 0) + (open << 16);
     const int before = sum_before(count, tile.warps, total);
-    if (i < buckets - 1) tile.starts[i] = before & 0xffff;
+    if (i < rows) tile.starts[i] = before & 0xffff;
     if (open) tile.opens[before >> 16] = i;
-    if (i == 0) tile.starts[buckets - 1] = total & 0xffff, *tile.open_windows = total >> 16;
+    if (i == 0) tile.starts[rows] = total & 0xffff, *tile.open_windows = total >> 16;
     __syncthreads();
 #pragma unroll
     for (int e = 0; e < 2; ++e)
@@ -134,11 +137,13 @@ __device__ void sort_ends(const Problem& p, int head, const Tile<F>& tile, int b
     }
 }
 
-// Row t of a column of channels; `stride` is in bytes: one instruction to an address.
+// Row t of a column of channels; `stride` is in bytes: one instruction to an address, unless the
+// compiler widens the stride outside of a loop.
 template <typename X>
-__device__ inline const X* row_at(const X* column, unsigned int stride, int t) {
+__device__ inline X* row_at(X* column, unsigned int stride, int t) {
+    TALK_OPAQUE(stride);
     const unsigned long long bytes = static_cast<unsigned long long>(stride) * unsigned(t);
-    return reinterpret_cast<const X*>(reinterpret_cast<const char*>(column) + bytes);
+    return reinterpret_cast<X*>(const_cast<char*>(reinterpret_cast<const char*>(column)) + bytes);
 }
 
 // Rows of a thread's channels, in global memory.
@@ -160,6 +165,9 @@ __device__ inline Pack<F, N> walk(Pack<F, N> (&rows)[ROWS_], const int* starts, 
 #pragma unroll
     for (int r = 0; r < ROWS_; ++r) {
         rows[r] = sum;
+        // One copy, not one for a row that has ends and one for a row that has none.
+#pragma unroll
+        for (int n = 0; n < N; ++n) TALK_OPAQUE(rows[r].v[n]);
         const int end = starts[r + 1];
 #pragma unroll UNROLL
         for (; k < end; ++k) {
@@ -205,20 +213,17 @@ __device__ inline void sum_over_lanes(F (&values)[VALUES]) {
     }
 }
 
-// Dots of dout with the rows of x that the windows of time steps `begin` ... cut, left and right by
-// turns; their loads are under way together.
+// Dots of dout(0), dout(1) ... with the rows of x that `cuts` says, left and right by turns; their
+// loads are under way together.
 template <typename F, int VALUES, typename X, int N, typename Rows>
 __device__ inline void add_dots(F (&values)[VALUES], const Cuts* cuts, const GlobalRows<X, N>& x,
-                                int begin, int end, const Rows& dout) {
+                                const Rows& dout) {
     Pack<X, N> rows[VALUES];
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i) {
-        const int cut = cuts[min(begin + i / 2, end - 1)].v[i % 2];
-        rows[i] = x(max(cut, 0));
-    }
+    for (int i = 0; i < VALUES; ++i) rows[i] = x(max(cuts[i / 2].v[i % 2], 0));
 #pragma unroll
     for (int i = 0; i < VALUES; i += 2) {
-        const Pack<F, N> d = widened<F>(dout(min(begin + i / 2, end - 1)));
+        const Pack<F, N> d = widened<F>(dout(i / 2));
         const Pack<F, N> left = widened<F>(rows[i]), right = widened<F>(rows[i + 1]);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
@@ -285,7 +290,7 @@ template <typename F>
 __device__ inline bool reaches(const Problem& p, int head, const Tile<F>& tile, int t) {
     if (t >= tile.first && min(t + REACH, p.T) <= tile.first + tile.staged) return false;
     const Pack<int, 2> rows = reinterpret_cast<const Pack<int, 2>*>(
-        p.reach)[static_cast<long long>(t / REACH) * (p.B * p.H) + head];
+        p.reach)[static_cast<long long>(unsigned(t) / REACH) * (p.B * p.H) + head];
     return rows.v[0] < tile.t0 + tile.rows && rows.v[1] >= tile.t0;
 }
 
@@ -297,7 +302,7 @@ __device__ void add_far(const Problem& p, int head, const Tile<F>& tile, Window<
                         Pack<F, N> (&rows)[ROWS_], Pack<F, N>& base, Pack<double, N>& all) {
     __syncthreads();
     all = widened<double>(base);
-    const F unit = Types<X>::unit;
+    const F weight = weight_of_rows<X>(p);
     from += tile.t0;
 #pragma unroll 1
     for (int t = 0; t < p.T; t += REACH) {
@@ -318,14 +323,14 @@ __device__ void add_far(const Problem& p, int head, const Tile<F>& tile, Window<
             if (!active || w.lo - 1 >= from + ROWS_ || w.hi + 1 < from) continue;
             const Pack<F, N> d = widened<F>(dout(t + k));
             if (w.lo <= from && w.hi >= from + ROWS_ - 1) {
-                add(sum, d, unit);
+                add(sum, d, weight);
                 continue;
             }
 #pragma unroll
             for (int r = 0; r < ROWS_; ++r) {
                 const int row = from + r;
                 const F part = row == w.lo - 1 ? w.left : row == w.hi + 1 ? w.right : 0;
-                add(rows[r], d, unit * (row >= w.lo && row <= w.hi ? 1 : part));
+                add(rows[r], d, weight * (row >= w.lo && row <= w.hi ? 1 : part));
             }
         }
         add(all, sum);
@@ -340,18 +345,18 @@ enum class Pass { TILE, TOTALS, WALK };
 // Loads `count` rows of dout into shared memory, from time step `first` on: several are under way
 // together.
 template <int LANES, int SEGMENTS, typename X, int N>
-__device__ inline void stage(Pack<X, N>* staged, const GlobalRows<X, N>& dout, int first,
-                             int count) {
+__device__ inline void stage(Row<Pack<X, N>, LANES>* staged, const GlobalRows<X, N>& dout,
+                             int first, int count) {
     constexpr int BATCH = 4;
+    const int end = first + count;
 #pragma unroll 1
-    for (int begin = threadIdx.x / LANES; begin < count; begin += BATCH * SEGMENTS) {
+    for (int t = first + threadIdx.x / LANES; t < end; t += BATCH * SEGMENTS) {
         Pack<X, N> batch[BATCH];
 #pragma unroll
-        for (int k = 0; k < BATCH; ++k)
-            batch[k] = dout(first + min(begin + k * SEGMENTS, count - 1));
+        for (int k = 0; k < BATCH; ++k) batch[k] = dout(min(t + k * SEGMENTS, end - 1));
 #pragma unroll
         for (int k = 0; k < BATCH; ++k)
-            if (begin + k * SEGMENTS < count) staged[(begin + k * SEGMENTS) * LANES] = batch[k];
+            if (t + k * SEGMENTS < end) staged[t - first + k * SEGMENTS][0] = batch[k];
     }
 }
 
@@ -412,7 +417,7 @@ template <typename X, Step step> __device__ void sort_all_ends(const Problem& p)
             int rank = starts[row];
             const int end = starts[row + 1];
             for (int k = rank; k < end; ++k) rank += unordered[k] < key;
-            ends_of<F>(p, head)[rank] = end_of<X>(w, right, t);
+            ends_of<F>(p, head)[rank] = end_of<X>(p, w, right, t);
         }
     }
 }
@@ -457,7 +462,7 @@ __device__ void backward(const Problem& p) {
     Pack<F, N>* open_sums = changes + THREADS;
     F* dots = shared.take<F>(2 * SEGMENTS * ROWS_);
     tile.cuts = shared.take<Cuts>(SEGMENTS * ROWS_);
-    Pack<X, N>* staged = nullptr;
+    Row<Pack<X, N>, LANES>* staged = nullptr;
     Window<F>* far_windows = nullptr;
     int* far = nullptr;
     if constexpr (pass == Pass::TILE) {
@@ -468,7 +473,7 @@ __device__ void backward(const Problem& p) {
         far = shared.take<int>(2);
         tile.open_windows = far + 1;
         far_windows = shared.take<Window<F>>(REACH);
-        staged = shared.take<Pack<X, N>>(p.staged * LANES);
+        staged = shared.take_rows<Pack<X, N>, LANES>(p.staged);
         tile.ends = shared.take<End<F>>(2 * p.staged);
         tile.unordered = reinterpret_cast<int*>(changes);  // which are written later
         tile.opens = shared.take<int>(p.staged);
@@ -476,21 +481,21 @@ __device__ void backward(const Problem& p) {
     } else {
         tile.starts = starts_of(p, head) + tile.t0;
         tile.ends = ends_of<F>(p, head);
-        for (int i = threadIdx.x; i < tile.rows; i += blockDim.x) {
-            const Window<F> w = window_of<X, F>(p, tile.t0 + i, head);
+        for (int i = threadIdx.x; i < SEGMENTS * ROWS_; i += blockDim.x) {
+            const Window<F> w = window_of<X, F>(p, min(tile.t0 + i, p.T - 1), head);
             // TOTALS asks for the windows that no end opens, and WALK for the gradients.
             tile.cuts[i] = pass == Pass::WALK ? cuts_of(w) : Cuts{{w.lo <= 0, 0}};
         }
     }
 
-    // dout of this lane's channels of the head, from channel c on.
-    const auto global = [&](int c) {
+    // Channels c ... of the head in dout or x; the first ones in place of those that do not exist.
+    const auto rows_of = [&](const void* tensor, int c) {
         const long long at = static_cast<long long>(head) * p.R + (c < p.R ? c : 0);
-        return GlobalRows<X, N>{static_cast<const X*>(p.dout) + at, stride};
+        return GlobalRows<X, N>{static_cast<const X*>(tensor) + at, stride};
     };
     if constexpr (pass == Pass::TILE) {
-        stage<LANES, SEGMENTS>(staged + lane, global(lane * N), tile.first, tile.staged);
-        sort_ends<X>(p, head, tile, SEGMENTS * ROWS_ + 1);
+        stage<LANES, SEGMENTS>(staged, rows_of(p.dout, lane * N), tile.first, tile.staged);
+        sort_ends<X>(p, head, tile, SEGMENTS * ROWS_);
         if (p.reach)
 #pragma unroll 1
             for (int t = threadIdx.x * REACH; t < p.T; t += THREADS * REACH)
@@ -505,27 +510,27 @@ __device__ void backward(const Problem& p) {
         // There is one turn, mostly: what follows from `from` is not to be kept from turn to turn.
         TALK_OPAQUE(from);
         const bool active = c < p.R;
-        const long long at = static_cast<long long>(head) * p.R + c;
         if (pass == Pass::TILE && first_c > 0) {
-            stage<LANES, SEGMENTS>(staged + lane, global(c), tile.first, tile.staged);
+            stage<LANES, SEGMENTS>(staged, rows_of(p.dout, c), tile.first, tile.staged);
             __syncthreads();
         }
-        const Pack<X, N>* column = staged + lane;
         const auto dout = [=](int t) {
-            if constexpr (pass == Pass::TILE) return column[t * LANES];
-            else return global(c)(t);
+            if constexpr (pass == Pass::TILE) return staged[t][0];
+            else return rows_of(p.dout, c)(t);
         };
         const int own = pass == Pass::TILE ? tile.t0 - tile.first : tile.t0;  // t of row 0
 
         Pack<F, N> open = {}, rows[ROWS_];
-        if constexpr (pass == Pass::TILE)
+        if constexpr (pass == Pass::TILE) {
+            const int windows = segment < OPENS ? *tile.open_windows : 0;
 #pragma unroll 1
-            for (int k = segment; segment < OPENS && k < *tile.open_windows; k += OPENS)
-                add(open, dout(tile.opens[k]));
+            for (int k = segment; k < windows; k += OPENS)
+                add(open, dout(tile.opens[k]), weight_of_rows<X>(p));
+        }
         if constexpr (pass == Pass::TOTALS)
 #pragma unroll 1
             for (int i = from; i < min(from + ROWS_, tile.rows); ++i)
-                if (tile.cuts[i].v[0]) add(open, dout(own + i));
+                if (tile.cuts[i].v[0]) add(open, dout(own + i), weight_of_rows<X>(p));
         open_sums[threadIdx.x] = open;
         if constexpr (pass == Pass::TOTALS)
             changes[threadIdx.x] = change<ROWS_, N>(tile.starts + from, tile.ends, dout);
@@ -537,39 +542,45 @@ __device__ void backward(const Problem& p) {
         if constexpr (pass == Pass::TOTALS) continue;
         Pack<F, N> base = changes[threadIdx.x];
         if constexpr (pass == Pass::TILE)
-            if (*far) add_far(p, head, tile, far_windows, global(c), active, from, rows, base,
-                              reinterpret_cast<Pack<double, N>*>(changes)[threadIdx.x]);
-        const long long step = static_cast<long long>(p.B) * p.C;
-        X* dx = static_cast<X*>(p.out) + at + (tile.t0 + from) * step;
-        const F scale = scale_of_sums<X>(p);
+            if (*far) add_far(p, head, tile, far_windows, rows_of(p.dout, c), active, from, rows,
+                              base, reinterpret_cast<Pack<double, N>*>(changes)[threadIdx.x]);
+        X* dx = row_at(static_cast<X*>(p.out) + static_cast<long long>(head) * p.R + c, stride,
+                       tile.t0 + from);
+        const F scale = scale_of_weighted<X>(p);
 #pragma unroll
         for (int r = 0; r < ROWS_; ++r)
 #pragma unroll
             for (int n = 0; n < N; ++n) rows[r].v[n] += base.v[n];
         if (active && from + ROWS_ <= tile.rows) {
 #pragma unroll
-            for (int r = 0; r < ROWS_; ++r, dx += step) store(dx, rows[r], scale);
+            for (int r = 0; r < ROWS_; ++r) store(row_at(dx, stride, r), rows[r], scale);
         } else if (active) {  // the last tile's last rows
 #pragma unroll
-            for (int r = 0; r < ROWS_; ++r, dx += step)
-                if (from + r < tile.rows) store(dx, rows[r], scale);
+            for (int r = 0; r < ROWS_; ++r)
+                if (from + r < tile.rows) store(row_at(dx, stride, r), rows[r], scale);
         }
 
-        constexpr int BATCH = 4, KEPT = 2 * BATCH < LANES ? 1 : 2 * BATCH / LANES;
+        // Whole warps beyond the tile's rows leave this out; in the others, segments beyond them
+        // repeat the last ones.
+        constexpr int WARP_ROWS = 32 / LANES * ROWS_;
+        constexpr int KEPT = 2 * DOTS < LANES ? 1 : 2 * DOTS / LANES;
+        if ((from & -WARP_ROWS) < tile.rows) {
 #pragma unroll 1
-        for (int begin = from; begin < from + ROWS_; begin += BATCH) {
-            F values[2 * BATCH] = {};
-            if (active && begin < tile.rows) {
-                const GlobalRows<X, N> x{static_cast<const X*>(p.x) + at, stride};
-                add_dots(values, tile.cuts, x, begin, tile.rows,
-                         [&](int i) { return dout(own + i); });
-            }
-            sum_over_lanes<LANES>(values);
-            if (lane * 2 * BATCH % LANES) continue;
+            for (int begin = from; begin < from + ROWS_; begin += DOTS) {
+                const int row = min(begin, (tile.rows - 1) / DOTS * DOTS);
+                F values[2 * DOTS] = {};
+                add_dots(values, tile.cuts + row, rows_of(p.x, c), [&](int i) {
+                    return dout(pass == Pass::TILE ? own + row + i : min(own + row + i, p.T - 1));
+                });
 #pragma unroll
-            for (int k = 0; k < KEPT; ++k) {
-                F& dot = dots[2 * begin + lane * 2 * BATCH / LANES + k];
-                dot = first_c == 0 ? values[k] : dot + values[k];
+                for (int i = 0; i < 2 * DOTS; ++i) values[i] = active ? values[i] : 0;
+                sum_over_lanes<LANES>(values);
+                if (lane * 2 * DOTS % LANES) continue;
+#pragma unroll
+                for (int k = 0; k < KEPT; ++k) {
+                    F& dot = dots[2 * begin + lane * 2 * DOTS / LANES + k];
+                    dot = first_c == 0 ? values[k] : dot + values[k];
+                }
             }
         }
         __syncthreads();

@@ -33,11 +33,7 @@ template <typename V, int N, int lanes> struct SharedPrefix {
     Pack<V, PART>* first;
 
     static __device__ SharedPrefix take(Shared& shared, int rows) {
-        // Opaque, or the compiler would add the lane anew to every place.
-        int lane = threadIdx.x % lanes * static_cast<int>(sizeof(Pack<V, PART>));
-        TALK_OPAQUE(lane);
-        auto* start = shared.take<unsigned char>(rows * lanes * PARTS * sizeof(Pack<V, PART>));
-        return {reinterpret_cast<Pack<V, PART>*>(start + lane)};
+        return {*shared.take_rows<Pack<V, PART>, lanes>(rows * PARTS)};
     }
     static __device__ int place(int row) { return row * PARTS * lanes; }
     __device__ Pack<V, N> at(int place) const {

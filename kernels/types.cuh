@@ -1,7 +1,7 @@
 // The types of elements, and packs of neighbouring channels: what every kernel file shares.
 //
-// talk_fairseq/ops/kernel_source.py puts the text of a file where another includes it: NVRTC compiles
-// without any header, and CuPy's cache on disk knows a source by its text alone.
+// talk_fairseq/ops/kernel_source.py puts the text of a file where another includes it: NVRTC
+// compiles without any header, and CuPy's cache on disk knows a source by its text alone.
 
 #ifndef TALK_HALF_TO_FLOAT
 __device__ inline float talk_half_to_float(unsigned short bits) {
@@ -14,11 +14,16 @@ __device__ inline unsigned short talk_float_to_half(float value) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
 }
+// What the compiler forgets how it came about, and computes nothing ahead from.
+__device__ inline void talk_opaque(int& number) { asm volatile("" : "+r"(number)); }
+__device__ inline void talk_opaque(unsigned int& number) { asm volatile("" : "+r"(number)); }
+__device__ inline void talk_opaque(float& number) { asm volatile("" : "+f"(number)); }
+__device__ inline void talk_opaque(double& number) { asm volatile("" : "+d"(number)); }
 #define TALK_HALF_TO_FLOAT talk_half_to_float
 #define TALK_FLOAT_TO_HALF talk_float_to_half
 #define TALK_FLOAT_BITS __float_as_uint
 #define TALK_BITS_FLOAT __uint_as_float
-#define TALK_OPAQUE(number) asm volatile("" : "+r"(number))
+#define TALK_OPAQUE talk_opaque
 #endif
 
 struct float16 { unsigned short bits; };

@@ -129,6 +129,8 @@ __device__ inline Window<F> window_of(const Problem& p, int t, int head) {
 
 __device__ inline int tile_start(const Problem& p) { return static_cast<int>(blockIdx.z) * p.tile; }
 
+template <typename V, int lanes> using Row = V[lanes];
+
 // Hands out the block's shared memory piece by piece.
 struct Shared {
     unsigned char* next;
@@ -136,6 +138,14 @@ struct Shared {
         V* piece = reinterpret_cast<V*>(next);
         next += (sizeof(V) * count + 15) / 16 * 16;
         return piece;
+    }
+    // Rows of a V for each lane, seen from this thread's lane, whose own is [row][0].
+    template <typename V, int lanes> __device__ Row<V, lanes>* take_rows(int count) {
+        // Opaque, or the compiler would add the lane anew to every place.
+        int lane = threadIdx.x % lanes * static_cast<int>(sizeof(V));
+        TALK_OPAQUE(lane);
+        auto* start = reinterpret_cast<unsigned char*>(take<Row<V, lanes>>(count));
+        return reinterpret_cast<Row<V, lanes>*>(start + lane);
     }
 };
 

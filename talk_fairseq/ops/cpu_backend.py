@@ -50,18 +50,10 @@ def _kernels():
 
 def forward(x, offset_left, offset_right, max_left, max_right):
     """Return the output (T, B, C) in x's dtype, for contiguous, validated arguments on the CPU."""
-    H = offset_left.shape[2]
-    reaches = _reaches(offset_left, offset_right, max_left, max_right, x.shape[0])
     rows = _arithmetic(x)
     out = _fresh_like(rows)
-    _run(
-        _kernels().forward,
-        _chunk(x.shape[0], max_left, max_right),
-        _heads(rows, H),
-        *reaches,
-        1.0 / (max_left + max_right + 1),
-        _heads(out, H),
-    )
+    heads = _heads(out, offset_left.shape[2])
+    _run(_kernels().forward, rows, offset_left, offset_right, max_left, max_right, heads)
     return out.to(x.dtype)
 
 
@@ -70,26 +62,16 @@ def backward(dout, x, offset_left, offset_right, max_left, max_right):
 
     ``d_offset_right`` is None where ``offset_right`` is.
     """
-    T, B, _ = x.shape
     H = offset_left.shape[2]
-    reaches = _reaches(offset_left, offset_right, max_left, max_right, T)
     rows = _arithmetic(x)
     dx = _fresh_like(rows)
-    d_left = torch.empty(T, B, H, dtype=rows.dtype)
+    d_left = torch.empty_like(offset_left, dtype=rows.dtype)
     d_right = d_left if offset_right is None else torch.empty_like(d_left)
     _run(
-        _kernels().backward,
-        _chunk(x.shape[0], max_left, max_right),
-        _heads(rows, H),
-        *reaches,
-        1.0 / (max_left + max_right + 1),
-        _heads(_arithmetic(dout), H),
-        max_left,
-        max_right,
-        _heads(dx, H),
-        d_left.numpy(),
+        _kernels().backward, rows, offset_left, offset_right, max_left, max_right,
+        _heads(_arithmetic(dout), H), max_left, max_right, _heads(dx, H), d_left.numpy(),
         d_right.numpy(),
-    )
+    )  # fmt: skip
     return (
         dx.to(x.dtype),
         d_left.to(offset_left.dtype),
@@ -210,30 +192,28 @@ def _pool(process, threads):
     return ThreadPoolExecutor(threads, thread_name_prefix="talk_conv")
 
 
-def _chunk(T, max_left, max_right):
-    """Return the time steps of a task.
+def _run(kernel, rows, offset_left, offset_right, max_left, max_right, *arguments):
+    """Call `kernel` on all tasks (time chunk, batch, group of heads), over torch's CPU threads.
 
-    They follow from the call's sizes other than B, so that a sentence's bits do not depend on its
-    batch. Each chunk also reads the rows beyond it that its windows reach.
+    The time steps of a task follow from the call's sizes other than B, so that a sentence's bits do
+    not depend on its batch. Each chunk also reads the rows beyond it that its windows reach.
     """
-    return min(T, max(_CHUNK, 4 * (max_left + max_right + 1)))
-
-
-def _run(kernel, chunk, x, u_left, u_right, reach_left, reach_right, scale, *arguments):
-    """Call `kernel` on all tasks (time chunk, batch, group of heads), over torch's CPU threads."""
+    x = _heads(rows, offset_left.shape[2])
     T, B, H, R = x.shape
+    reaches = _reaches(offset_left, offset_right, max_left, max_right, T)
+    scale = 1.0 / (max_left + max_right + 1)
+    chunk = min(T, max(_CHUNK, 4 * (max_left + max_right + 1)))
     threads = torch.get_num_threads() if x.size >= _SERIAL else 1
     group = max(1, min(H, _SLAB // R))
     tasks = B * -(-H // group) * -(-T // chunk)
     threads = min(threads, tasks)
     # A power of two, so that a row's place in the ring is a mask rather than a division.
-    span = 1 << min(reach_left + reach_right + 2, T + 1).bit_length()
+    span = 1 << min(sum(reaches[2:]) + 2, T + 1).bit_length()
     ring = _empty((threads, span, group * R))
 
     def share(index):
         kernel(
-            x, u_left, u_right, reach_left, reach_right, scale, *arguments,
-            chunk, group, ring[index], index, tasks, threads,
+            x, *reaches, scale, *arguments, chunk, group, ring[index], index, tasks, threads,
         )  # fmt: skip
 
     _share(share, threads)

@@ -4,7 +4,6 @@ The kernels are in ``kernels/talk_conv.cu`` and ``kernels/short_conv.cu``, whose
 here; ``cuda_backend`` makes the launches.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,8 @@ NAMES = {
 
 _CONSTANTS = constants("talk_conv.cu")
 _LANES, _LONG_LANES = _CONSTANTS["LANES"], _CONSTANTS["LONG_LANES"]
-_ROWS, _UNIT, _REACH = _CONSTANTS["ROWS"], _CONSTANTS["UNIT"], _CONSTANTS["REACH"]
+_ROWS, _UNIT = _CONSTANTS["ROWS"], _CONSTANTS["UNIT"]
+_REACH, _DOTS = _CONSTANTS["REACH"], _CONSTANTS["DOTS"]
 _MAX_THREADS, _LONG_THREADS = _CONSTANTS["MAX_THREADS"], _CONSTANTS["LONG_THREADS"]
 
 # Channels that a thread of a `wide` kernel moves at a time.
@@ -39,17 +39,20 @@ _SHORT_FORWARD, _SHORT_BACKWARD, _SHORT_MOST = 8, 32, 128
 
 
 class Plan(NamedTuple):
-    """One pass: fields of the problem, workspace by field, and launches in their order."""
+    """One pass: numbers of the argument, workspace by field, and launches in their order."""
 
     sizes: dict
     workspace: dict  # field: (count, dtype)
     launches: tuple  # of (kernel, (blocks along x, y, z), threads, bytes of shared memory)
+    file: str = "talk_conv.cu"
 
 
-@functools.lru_cache(maxsize=4096)
-def plan_forward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right):
+def plan_forward(
+    dtype, aligned, shared_memory, T, B, C, H, max_left, max_right, float32_offsets=False
+):
     """Plan the forward pass, for blocks with up to `shared_memory` bytes."""
     name, heads, R = NAMES[dtype], B * H, C // H
+    numbers = _numbers(T, B, C, H, max_left, max_right, float32_offsets)
     kernel, width = _kernel(_FORWARD_WIDTH, name, R, aligned)
     number = 8 if name == "float64" else 4  # bytes of what is computed in
     pack, span = width * number, 8 + 2 * number
@@ -67,7 +70,7 @@ def plan_forward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right)
         rows = min(staged, _ceil(T + 2, granule) * granule)  # a short sequence stages less
         tile = min(tile, T)
         threads = min(_LONG_THREADS if kind else _MAX_THREADS, rows // _ROWS * lanes)
-        sizes = {"before": before, "tile": tile, "units": rows // _UNIT, "spans": spans}
+        sizes = {"before": before, "tile": tile, "units": rows // _UNIT, "spans": spans} | numbers
         blocks = _grid(heads, _ceil(R, lanes * width), _tiles(T, tile))
         launch = (f"talk_forward{kind}_{kernel}", blocks, threads, shared_bytes(lanes, rows, tile))
         return Plan(sizes, {}, (launch,))
@@ -105,13 +108,15 @@ def plan_forward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right)
         (f"talk_forward_bases_{name}", (_ceil(B * C, 32), 1, 1), 512, 512 * 8),
         (f"talk_forward_gather_{kernel}", (heads, slabs, _tiles(T, _TILE)), threads, _TILE * span),
     )
-    return Plan({"tile": _TILE, "units": units}, workspace, launches)
+    return Plan({"tile": _TILE, "units": units} | numbers, workspace, launches)
 
 
-@functools.lru_cache(maxsize=4096)
-def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right):
+def plan_backward(
+    dtype, aligned, shared_memory, T, B, C, H, max_left, max_right, float32_offsets=False
+):
     """Plan the backward pass, for blocks with up to `shared_memory` bytes."""
     name, R, heads = NAMES[dtype], C // H, B * H
+    numbers = _numbers(T, B, C, H, max_left, max_right, float32_offsets)
     if B * C * dtype.itemsize >= 2**32:
         raise ValueError(f"x: expected less than 4 GiB a time step on CUDA, got B, C = {B}, {C}")
     number = 8 if dtype == torch.float64 else 4  # bytes of what is computed in
@@ -140,14 +145,15 @@ def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right
         if before + after <= min(2 * tile, threads - tile)  # a thread to a window
         and shared_bytes(before + tile + after, threads) <= memory
     )
-    fits = T <= most and shared_bytes(T, threads) <= shared_memory
+    whole = _ceil(T, _DOTS) * _DOTS  # time steps, with those that are read beyond the last
+    fits = T <= most and shared_bytes(whole, threads) <= shared_memory
     tile = next(tiles, most if fits else 0)
     if tile:
         kind, few = "", 128  # threads that are enough for a short sequence
         if kernel.endswith("_wide") and T <= min(tile, few // lanes * rows):
             kind, threads, tile = "_short", few, few // lanes * rows
-        staged = min(before + tile + after, T)
-        sizes = {"before": before, "after": after, "tile": tile, "staged": staged}
+        staged = min(before + tile + after, whole)
+        sizes = {"before": before, "after": after, "tile": tile, "staged": staged} | numbers
         launch = (
             f"talk_backward{kind}_{kernel}",
             _grid(heads, 1, _tiles(T, tile)),
@@ -180,38 +186,50 @@ def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right
         (f"talk_scan_chunks_{name}", (_ceil(B * C, 128), 1, 1), 128, 0),
         (f"talk_backward_walk_{kernel}", *chunk),
     )
-    return Plan({"tile": most, "buckets": buckets}, workspace, launches)
+    return Plan({"tile": most, "buckets": buckets} | numbers, workspace, launches)
 
 
-@functools.lru_cache(maxsize=4096)
-def plan_update(dtype, aligned, B, C, H):
-    """Plan a step of decoding, or several."""
+def plan_update(
+    dtype, aligned, shared_memory, S, B, C, H, max_left, ring, columns, float32_offsets
+):
+    """Plan S steps of decoding."""
     kernel, width = _kernel(_UPDATE_WIDTH, NAMES[dtype], C // H, aligned)
     blocks = (_ceil(B * C // width, 128), 1, 1)
-    return Plan({}, {}, ((f"talk_update_{kernel}", blocks, 128, 0),))
+    numbers = _numbers(S, B, C, H, max_left, 0, float32_offsets) | {
+        "ring": ring,
+        "columns": columns,
+    }
+    return Plan(numbers, {}, ((f"talk_update_{kernel}", blocks, 128, 0),))
 
 
-@functools.lru_cache(maxsize=4096)
-def plan_short_forward(dtype, aligned, T, B, C, taps, left):
+def plan_short_forward(dtype, aligned, shared_memory, T, B, C, taps, left):
     """Plan the forward pass of a short convolution."""
     kernel, width = _kernel(_UPDATE_WIDTH, NAMES[dtype], C, aligned)
     blocks = (_ceil(_ceil(T, _SHORT_FORWARD) * B * (C // width), 128), 1, 1)
-    numbers = {"taps": taps, "left": left, "rows": _SHORT_FORWARD}
-    return Plan(numbers, {}, ((f"talk_short_forward_{kernel}", blocks, 128, 0),))
+    numbers = {"T": T, "B": B, "C": C, "taps": taps, "left": left, "rows": _SHORT_FORWARD}
+    launches = ((f"talk_short_forward_{kernel}", blocks, 128, 0),)
+    return Plan(numbers, {}, launches, "short_conv.cu")
 
 
-@functools.lru_cache(maxsize=4096)
-def plan_short_backward(dtype, aligned, T, B, C, taps, left):
+def plan_short_backward(dtype, aligned, shared_memory, T, B, C, taps, left):
     """Plan the backward pass of a short convolution: runs, and the sum over them."""
     kernel, width = _kernel(_UPDATE_WIDTH, NAMES[dtype], C, aligned)
     rows = min(max(_SHORT_BACKWARD, _ceil(T * B, 512)), _SHORT_MOST)  # some 512 runs or more
     runs = _ceil(T, rows) * B
+    numbers = {"T": T, "B": B, "C": C, "taps": taps, "left": left, "rows": rows}
+    workspace = {"sums": (runs * taps * C, torch.float64)}
     launches = (
         (f"talk_short_backward_{kernel}", (_ceil(runs * (C // width), 128), 1, 1), 128, 0),
         (f"talk_short_weights_{NAMES[dtype]}", (_ceil(taps * C, 128), 1, 1), 128, 0),
     )
-    workspace = {"sums": (runs * taps * C, torch.float64)}
-    return Plan({"taps": taps, "left": left, "rows": rows}, workspace, launches)
+    return Plan(numbers, workspace, launches, "short_conv.cu")
+
+
+def _numbers(T, B, C, H, max_left, max_right, float32_offsets):
+    return {
+        "T": T, "B": B, "C": C, "H": H, "R": C // H, "max_left": max_left, "max_right": max_right,
+        "scale": 1 / (max_left + max_right + 1), "float32_offsets": float32_offsets,
+    }  # fmt: skip
 
 
 def _kernel(widths, dtype, channels, aligned):

@@ -40,25 +40,73 @@ def empty_like(tensor):
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def register(schema, kernel, fake, setup_context=None, backward=None, reference=None):
-    """Register an operator with PyTorch. Its calls take half the time of those of an operator
-    that `torch.library.custom_op` makes.
+def register(forward, backward, tensors, sizes, reference):
+    """Register an operator with PyTorch, and another one that computes its gradients.
 
-    Its channels, the last axis of all its tensors, do not depend on each other: under
-    `torch.vmap` it is called once, on the channels of all examples.
+    Their calls take half the time of those of operators that `torch.library.custom_op` makes.
+    Channels, the last axis of all tensors, do not depend on each other: under `torch.vmap` an
+    operator is called once, on the channels of all examples.
 
     Args:
-        schema: its name, arguments and results.
-        kernel: computes it on a CPU and on CUDA.
-        fake: its results with no values in them.
-        setup_context, backward: as in :class:`torch.autograd.Function`; without them it has no
-            derivatives, and a backward pass that needs them fails.
-        reference: the same in plain PyTorch, which computes it where an input has a tangent
-            (forward-mode differentiation), and where torch.onnx exports it; without it both fail.
+        forward, backward: their names, and those of the backends' functions, which take contiguous
+            tensors that are not empty. ``forward(*tensors, *sizes)`` returns a tensor like the
+            first one; ``backward(dout, *tensors, *sizes)`` a gradient of each, or None of None.
+        tensors, sizes: the arguments in PyTorch's notation, "Tensor x, Tensor? y" and "SymInt n";
+            only the last tensor may be None.
+        reference: `forward` in plain PyTorch, which computes it where an input has a tangent
+            (forward-mode differentiation), and where torch.onnx exports it.
 
     Returns:
-        The operator.
+        The operator, whose second derivatives are an error.
     """
+    count = tensors.count("Tensor")
+    no_gradients = [None] * sizes.count("SymInt")
+    arguments = f"{tensors}, {sizes}"
+
+    def contiguous(inputs, count):
+        given = count - (inputs[count - 1] is None)
+        return *map(torch.Tensor.contiguous, inputs[:given]), *inputs[given:]
+
+    def compute(*inputs):
+        x = inputs[0]
+        if x.numel() == 0:
+            return empty_like(x)
+        return getattr(backend_of(x), forward)(*contiguous(inputs, count))
+
+    def fake(x, *_):
+        return empty_like(x)
+
+    def compute_gradients(*inputs):
+        dout = inputs[0]
+        if dout.numel() == 0:
+            return tuple(gradient.zero_() for gradient in fake_gradients(*inputs))
+        gradients = getattr(backend_of(dout), backward)(*contiguous(inputs, 1 + count))
+        return gradients if gradients[-1] is not None else (*gradients[:-1], dout.new_empty(0))
+
+    def fake_gradients(dout, *inputs):
+        """Allocate the gradients; that of None, which an operator cannot return, is of size 0."""
+        return tuple(dout.new_empty(0) if t is None else empty_like(t) for t in inputs[:count])
+
+    def save(ctx, inputs):
+        ctx.save_for_backward(*inputs[:count])
+        ctx.sizes = inputs[count:]
+
+    def differentiate(ctx, dout):
+        saved = ctx.saved_tensors
+        gradients = gradients_op(dout, *saved, *ctx.sizes)
+        if saved[-1] is None:
+            gradients = *gradients[:-1], None
+        return *gradients, *no_gradients
+
+    results = ", ".join(["Tensor"] * count)
+    schema = f"{backward}(Tensor dout, {arguments}) -> ({results})"
+    gradients_op = _register(schema, compute_gradients, fake_gradients)
+    schema = f"{forward}({arguments}) -> Tensor"
+    return _register(schema, compute, fake, save, differentiate, reference)
+
+
+def _register(schema, kernel, fake, save=None, differentiate=None, reference=None):
+    """Register one operator: without `differentiate` and `reference` it has no derivatives."""
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.partition("(")[0]
     op = getattr(torch.ops.talk_conv, name).default
@@ -88,13 +136,13 @@ def register(schema, kernel, fake, setup_context=None, backward=None, reference=
                     output = redispatch(keyset & below, *inputs)
             else:
                 output = redispatch(keyset & below, *inputs)
-            if setup_context is not None:
-                setup_context(ctx, inputs, output)
+            if save is not None:
+                save(ctx, inputs)
             return output
 
         @staticmethod
         def backward(ctx, *gradients):
-            return None, *(backward or no_derivative)(ctx, *gradients)
+            return None, *(differentiate or no_derivative)(ctx, *gradients)
 
     # Function.apply expects to see all transformations of torch.func around a call at once; the
     # dispatcher comes here once for each. The `apply` below it takes them one at a time.

@@ -34,25 +34,13 @@ def constants(name):
     return {constant: int(value) for constant, value in lines}
 
 
-class Layout:
-    """Describe how a struct of a kernel file lies in memory: its members in their order.
-
-    Attributes:
-        struct: the struct as a class of ctypes.
-        pointers: names of the members that point to a tensor; they come first.
-        numbers: names of the others.
-    """
-
-    _TYPES = {"*": ctypes.c_void_p, "double": ctypes.c_double, "int": ctypes.c_int}
-
-    def __init__(self, name, struct_name):
-        body = re.search(rf"^struct {struct_name} {{\n(.*?)^}};", source(name), re.M | re.S)[1]
-        fields, self.pointers, self.numbers = [], [], []
-        for line in re.sub(r"//.*", "", body).split(";")[:-1]:
-            kind, members = re.fullmatch(r"\s*(?:const )?(\w+\*?) ([\w, ]+)", line).groups()
-            names = members.split(", ")
-            pointer = kind.endswith("*")
-            fields += ((member, self._TYPES["*" if pointer else kind]) for member in names)
-            (self.pointers if pointer else self.numbers).extend(names)
-        self.struct = type(struct_name, (ctypes.Structure,), {"_fields_": fields})
-        self.size = ctypes.sizeof(self.struct)
+def struct_of(name, struct_name):
+    """Return a struct of a kernel file as a class of ctypes."""
+    kinds = {"*": ctypes.c_void_p, "double": ctypes.c_double, "int": ctypes.c_int}
+    body = re.search(rf"^struct {struct_name} {{\n(.*?)^}};", source(name), re.M | re.S)[1]
+    fields = []
+    for line in re.sub(r"//.*", "", body).split(";")[:-1]:
+        kind, members = re.fullmatch(r"\s*(?:const )?(\w+\*?) ([\w, ]+)", line).groups()
+        kind = kinds["*" if kind.endswith("*") else kind]
+        fields += ((member, kind) for member in members.split(", "))
+    return type(struct_name, (ctypes.Structure,), {"_fields_": fields})

@@ -2,7 +2,7 @@
 
 import torch
 
-from talk_fairseq.ops.dispatch import backend_name, backend_of, empty_like, register
+from talk_fairseq.ops.dispatch import backend_name, register
 
 
 def short_conv(x, weight, left):
@@ -49,49 +49,10 @@ def short_conv_reference(x, weight, left):
     return sum(weight[k] * padded[k : k + T] for k in range(K)).to(dtype)
 
 
-def _run_short_forward(x, weight, left):
-    if x.numel() == 0:
-        return empty_like(x)
-    return backend_of(x).short_forward(x.contiguous(), weight.contiguous(), left)
-
-
-def _fake_short_forward(x, weight, left):
-    return empty_like(x)
-
-
-def _run_short_backward(dout, x, weight, left):
-    if x.numel() == 0:
-        return empty_like(x), empty_like(weight).zero_()
-    return backend_of(x).short_backward(
-        dout.contiguous(), x.contiguous(), weight.contiguous(), left
-    )
-
-
-def _fake_short_backward(dout, x, weight, left):
-    return empty_like(x), empty_like(weight)
-
-
-_short_backward = register(
-    "short_backward(Tensor dout, Tensor x, Tensor weight, SymInt left) -> (Tensor, Tensor)",
-    _run_short_backward,
-    _fake_short_backward,
-)
-
-
-def _save_short(ctx, inputs, output):
-    x, weight, ctx.left = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _short_gradients(ctx, dout):
-    return *_short_backward(dout, *ctx.saved_tensors, ctx.left), None
-
-
 _short_forward = register(
-    "short_forward(Tensor x, Tensor weight, SymInt left) -> Tensor",
-    _run_short_forward,
-    _fake_short_forward,
-    _save_short,
-    _short_gradients,
+    "short_forward",
+    "short_backward",
+    "Tensor x, Tensor weight",
+    "SymInt left",
     short_conv_reference,
 )

@@ -4,13 +4,7 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from talk_fairseq.ops.dispatch import (
-    backend_name,
-    backend_of,
-    empty_like,
-    register,
-    transforms_are_active,
-)
+from talk_fairseq.ops.dispatch import backend_name, backend_of, register, transforms_are_active
 from talk_fairseq.ops.reference import talk_conv_reference, talk_conv_update_reference
 from talk_fairseq.ops.state import TaLKConvState
 
@@ -233,64 +227,10 @@ def _kernel_dtypes(x, offset_left, offset_right):
     return x, offset_left.to(dtype), None if offset_right is None else offset_right.to(dtype)
 
 
-def _fake_forward(x, offset_left, offset_right, max_left, max_right):
-    return empty_like(x)
-
-
-def _run_forward(x, offset_left, offset_right, max_left, max_right):
-    if x.numel() == 0:
-        return empty_like(x)
-    if offset_right is not None:
-        offset_right = offset_right.contiguous()
-    return backend_of(x).forward(
-        x.contiguous(), offset_left.contiguous(), offset_right, max_left, max_right
-    )
-
-
-def _fake_backward(dout, x, offset_left, offset_right, max_left, max_right):
-    """Allocate dx, d_offset_left and d_offset_right, which is of size 0 in the causal form."""
-    d_right = x.new_empty(0) if offset_right is None else empty_like(offset_right)
-    return empty_like(x), empty_like(offset_left), d_right
-
-
-def _run_backward(dout, x, offset_left, offset_right, max_left, max_right):
-    if x.numel() == 0:
-        dx, *d_offsets = _fake_backward(dout, x, offset_left, offset_right, max_left, max_right)
-        return dx, *(offset.zero_() for offset in d_offsets)
-    if offset_right is not None:
-        offset_right = offset_right.contiguous()
-    dx, d_left, d_right = backend_of(x).backward(
-        dout.contiguous(), x.contiguous(), offset_left.contiguous(), offset_right, max_left,
-        max_right,
-    )  # fmt: skip
-    return dx, d_left, x.new_empty(0) if d_right is None else d_right
-
-
-_backward = register(
-    "backward(Tensor dout, Tensor x, Tensor offset_left, Tensor? offset_right, SymInt max_left, "
-    "SymInt max_right) -> (Tensor, Tensor, Tensor)",
-    _run_backward,
-    _fake_backward,
-)
-
-
-def _save(ctx, inputs, output):
-    x, offset_left, offset_right, ctx.max_left, ctx.max_right = inputs
-    ctx.save_for_backward(x, offset_left, offset_right)
-
-
-def _gradients(ctx, dout):
-    x, offset_left, offset_right = ctx.saved_tensors
-    dx, d_left, d_right = _backward(dout, x, offset_left, offset_right, ctx.max_left, ctx.max_right)
-    return dx, d_left, None if offset_right is None else d_right, None, None
-
-
 _forward = register(
-    "forward(Tensor x, Tensor offset_left, Tensor? offset_right, SymInt max_left, "
-    "SymInt max_right) -> Tensor",
-    _run_forward,
-    _fake_forward,
-    _save,
-    _gradients,
+    "forward",
+    "backward",
+    "Tensor x, Tensor offset_left, Tensor? offset_right",
+    "SymInt max_left, SymInt max_right",
     talk_conv_reference,
 )

@@ -186,8 +186,8 @@ def test_threads_do_not_share_what_they_launch():
                     thread.start()
                     thread.join()
                 argument = ctypes.c_void_p.from_address(parameters).value
-                layout = cuda_backend._LAYOUTS["talk_conv.cu"]
-                launched.append(layout.struct.from_address(argument).x)
+                struct = cuda_backend._ARGUMENTS["talk_conv.cu"]
+                launched.append(struct.from_address(argument).x)
 
             return launch
 

@@ -39,9 +39,9 @@ BOUNDS = {  # some 3% above what it costs
     "talk_forward_float32_wide": Bound(29.2, 64, 51_248),
     "talk_forward_float16_wide": Bound(25.7, 64, 108_592),
     "talk_forward_bfloat16_wide": Bound(27.2, 64, 108_592),
-    "talk_backward_float32_wide": Bound(57.5, 72, 107_680),
-    "talk_backward_float16_wide": Bound(57.3, 72, 83_360),
-    "talk_backward_bfloat16_wide": Bound(58.0, 72, 83_360),
+    "talk_backward_float32_wide": Bound(49.7, 72, 107_680),
+    "talk_backward_float16_wide": Bound(53.2, 72, 83_360),
+    "talk_backward_bfloat16_wide": Bound(54.8, 72, 83_360),
 }
 LANES = {  # threads across the channels of a row
     "talk_forward_float32_wide": 8,
