@@ -30,9 +30,9 @@ def played(monkeypatch, verses):
 
 def change_system(monkeypatch, name, flags):
     """Replace some flags of a system of the preset cpu, for this test."""
-    preset = sweep.read_preset("cpu_seq2seq")
-    preset.systems[name] |= flags
-    monkeypatch.setattr(sweep, "read_preset", lambda _: preset)
+    preset = sweep.read_systems("cpu_seq2seq")
+    preset["systems"][name] |= flags
+    monkeypatch.setattr(sweep, "read_systems", lambda _: preset)
 
 
 def test_interrupted_it_goes_on_where_it_was(played, verses, tmp_path, capsys):
@@ -184,15 +184,15 @@ def test_what_stops_one_training_stops_those_beside_it(played, verses, tmp_path,
 
     subprocess_popen, run = subprocess.Popen, REAL_RUN
 
-    def start(commands, command, log, watch=None):
+    def start(commands, command, log, *others):
         if "fairseq-train" not in str(command[0]):
-            return played.run(commands, command, log, watch)
+            return played.run(commands, command, log, *others)
         if "transformer" in command:
             while not commands._running:
                 time.sleep(0.01)
             raise KeyboardInterrupt
         monkeypatch.setattr(fairseq.subprocess, "Popen", Sleep)
-        return run(commands, command, log, watch)
+        return run(commands, command, log, *others)
 
     monkeypatch.setattr(fairseq.Commands, "run", start)
     begun = time.monotonic()
@@ -207,7 +207,7 @@ def test_other_options_of_a_system_that_is_there_are_refused(
     assert sweep.main(arguments(verses, out)) == 0
     capsys.readouterr()
     change_system(monkeypatch, "transformer", {"arch": "another"})
-    assert "(transformer.arch: transformer, not another)" in refusal(
+    assert "(systems.transformer.arch: transformer, not another)" in refusal(
         capsys, *arguments(verses, out)
     )
 
@@ -290,11 +290,12 @@ def test_a_system_that_cannot_run_has_a_row_that_says_why(tmp_path, monkeypatch,
     options = ["--data", str(verses), "--out", str(tmp_path / "run"), "--systems", "talkconv_plus"]
     comparison = sweep.Comparison(sweep.parse(options))
     comparison.open_folder()
-    comparison.check_systems()
+    comparison.fit_sizes()
     comparison.folder.close()
-    assert not list(comparison.runs())
+    assert not comparison.systems
     results = synthetic()
-    results["systems"] |= {"talkconv_plus": {**comparison.systems["talkconv_plus"], "seeds": {}}}
+    error = comparison.failures["talkconv_plus", 1]
+    results["systems"] |= {"talkconv_plus": {"error": error, "seeds": {}}}
     assert cells(results, "talkconv_plus")[1].endswith(
         "expected one that fairseq knows, got none_such"
     )

@@ -32,12 +32,6 @@ def test_parameters_are_within_five_percent(tmp_path, preset, task):
     assert {"talkconv", "transformer", "lightconv", "dynamicconv"} <= counts.keys()
 
 
-def test_sizes_that_differ_are_an_error():
-    sizes.check_sizes({"a": 100, "b": 105})
-    with pytest.raises(ValueError, match=r"within 5%, got a 100, b 106"):
-        sizes.check_sizes({"a": 100, "b": 106})
-
-
 # --- What is refused ---
 
 

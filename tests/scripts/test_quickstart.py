@@ -194,7 +194,6 @@ def test_a_corpus_that_cannot_be_used(verses, tmp_path, damage, expected):
         ["--minutes", "1.5"],
         ["--minutes", "-5"],
         ["--minutes", "ten"],
-        ["--minutes", "1e3"],
         ["--minutes"],
         ["--updates", "0"],
         ["--updates", "2.5"],
@@ -244,7 +243,7 @@ def test_a_missing_translation_is_an_error_and_no_lower_score(tmp_path):
     generated.write_text("S-1\tdos\nH-1\t-0.5\ttwo\nD-1\t-0.5\ttwo\n")
     done = subprocess.run(show, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "got 1 for 2 sources and 2 references" in done.stderr
+    assert "hypotheses: expected 2 in" in done.stderr and "got 1; line 1 is" in done.stderr
     # Order does not matter, and a translation may be empty.
     generated.write_text("D-1\t-0.5\ttwo\nD-0\t-0.5\t\n")
     done = subprocess.run(show, capture_output=True, text=True, check=True)

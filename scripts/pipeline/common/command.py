@@ -1,6 +1,8 @@
 """How the commands stop: one line on the standard error, and an exit status."""
 
 import argparse
+import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -85,4 +87,16 @@ def positive(kind):
         return value
 
     parse.__name__ = f"positive {kind.__name__}"
+    return parse
+
+
+def at_least(least, kind=int):
+    """Return a type for argparse: a finite number of `kind` that is not below `least`."""
+
+    def parse(text):
+        with contextlib.suppress(ValueError):
+            if least <= kind(text) < math.inf:
+                return kind(text)
+        raise argparse.ArgumentTypeError(f"expected at least {least}, got {text}")
+
     return parse

@@ -1,12 +1,21 @@
-"""Models of the same size: how wide a system's layers are, and whether it can run."""
+"""Models of the same size: how wide a system's layers are."""
+
+import re
 
 import numpy as np
 
-from pipeline.common.models import build_model, configure, parse_words
-from pipeline.common.systems import with_width
+from pipeline.common.models import build_model, parse_words
 from pipeline.compare.flags import training_words
 
-TOLERANCE = 0.05  # by which the largest may have more parameters than the smallest
+TOLERANCE = 0.025  # by which a system may have more or fewer parameters than the reference
+
+
+def with_width(flags, width):
+    """Return the flags of a system with the number `width` in place of FFN."""
+    return {
+        flag: re.sub(r"\bFFN\b", str(width), value) if isinstance(value, str) else value
+        for flag, value in flags.items()
+    }
 
 
 def count_parameters(words):
@@ -39,29 +48,8 @@ def fit(args, data, name, target):
     polynomial = np.polyfit(sampled, [count(width) for width in sampled], 2)
     width = min(range(8, 1 << 13, 8), key=lambda width: abs(np.polyval(polynomial, width) - target))
     parameters = count(width)
-    if not 1 / (1 + TOLERANCE / 2) <= parameters / target <= 1 + TOLERANCE / 2:
+    if not 1 / (1 + TOLERANCE) <= parameters / target <= 1 + TOLERANCE:
         raise ValueError(
-            f"parameters: expected {target:,} within {TOLERANCE / 2:.1%}, got {parameters:,}"
+            f"parameters: expected {target:,} within {TOLERANCE:.1%}, got {parameters:,}"
         )
     return with_width(args.systems[name], width), parameters
-
-
-def check_sizes(parameters):
-    """Raise ValueError unless ``{name: parameters}`` are within the tolerance of each other."""
-    if parameters and max(parameters.values()) > (1 + TOLERANCE) * min(parameters.values()):
-        counts = ", ".join(f"{name} {count:,}" for name, count in parameters.items())
-        raise ValueError(f"parameters: expected sizes within {TOLERANCE:.0%}, got {counts}")
-
-
-def try_step(words, device):
-    """Make one forward and backward pass over a few sentences; raises what stops it."""
-    cfg, task = configure(words)
-    task.load_dataset(cfg.dataset.valid_subset)
-    dataset = task.dataset(cfg.dataset.valid_subset)
-    model, criterion = build_model(cfg.model, task), task.build_criterion(cfg.criterion)
-    batch = dataset.collater([dataset[i] for i in range(min(4, len(dataset)))])
-    if device == "cuda":
-        from fairseq import utils
-
-        model, batch = model.cuda().half(), utils.move_to_cuda(batch)
-    criterion(model, batch)[0].backward()

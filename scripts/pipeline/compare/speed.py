@@ -23,13 +23,7 @@ def measure_speeds(args, words, checkpoints):
     work = {"training": training_batches(args, task), "generation": test_batches(args, task)}
     rows = {name: {} for name in words}
     for what, batches in work.items():
-        for name, row in rows.items():
-            show(f"{what}: {name}, warming up")
-            for batch in batches:  # all, so that what is allocated once is there
-                steps[name][what](batch)
-            with PeakMemory(args.device) as peak:
-                tokens = sum(steps[name][what](batch) for batch in batches)
-            row[what] = {"tokens": tokens, "memory": peak.bytes}
+        show(f"{what}: warming up")
 
         def report(so_far, what=what):
             show(f"{what}: turn {len(next(iter(so_far.values())))} of {args.turns}")
@@ -42,8 +36,11 @@ def measure_speeds(args, words, checkpoints):
         }
         speeds = training_speeds(timed, args.turns, report=report)
         for name, row in rows.items():
+            with PeakMemory(args.device) as peak:
+                tokens = sum(steps[name][what](batch) for batch in batches)
             turns = [sum(turn) for turn in zip(*(speeds[name, i] for i in range(len(batches))))]
-            row[what] |= {"turns": turns, "seconds": statistics.median(turns)}
+            row[what] = {"tokens": tokens, "memory": peak.bytes, "turns": turns}
+            row[what]["seconds"] = statistics.median(turns)
     sentences = sum(batch["id"].numel() for batch in work["generation"])
     for row in rows.values():
         training, generation = row["training"], row["generation"]

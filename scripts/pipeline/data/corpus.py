@@ -10,11 +10,16 @@ is written.
 """
 
 import gzip
+import hashlib
+import json
 import zlib
 from pathlib import Path
 
 from pipeline.common import command
+from pipeline.common.command import BadInput
 from pipeline.common.files import remove, write_lines
+from pipeline.common.folder import Folder
+from pipeline.common.systems import words
 from pipeline.data.benchmarks import SPLITS
 from pipeline.data.text import learn_pieces
 
@@ -96,6 +101,52 @@ def prepare(corpus, languages, vocabulary, output, cut_source=None):
         write_lines(partial / "pieces" / name, map(" ".join, encoded))
     partial.rename(output)
     return counts
+
+
+class CorpusFolder(Folder):
+    """The folder of a run on a corpus, which is cut into pieces and binarised there.
+
+    Args:
+        path, what, made: as of Folder; `corpus` and `binarised` are added.
+        data, languages: as of `read_corpus`.
+
+    Attributes:
+        corpus: the folder that `prepare` writes.
+        binarised: what fairseq-preprocess makes of it.
+        facts: what the settings of the run say of the corpus.
+
+    Raises BadInput for a folder or a corpus that cannot be used. Makes nothing.
+    """
+
+    def __init__(self, path, what, made, data, languages):
+        super().__init__(path, what, ["corpus", "binarised", *made])
+        self.check()
+        try:
+            text = json.dumps(read_corpus(data, languages))
+        except (OSError, ValueError) as error:
+            raise BadInput(error) from None
+        self.data, self.languages = data, languages
+        self.corpus, self.binarised = path / "corpus", path / "binarised"
+        sha256 = hashlib.sha256(text.encode()).hexdigest()
+        self.facts = {"data": str(data), "sha256": sha256, "languages": languages}
+
+    def preparation(self, vocabulary, cut_source=None):
+        """Return ``(title, path, words)`` of each command, which writes the path."""
+        flags = dict(zip(("source-lang", "target-lang"), self.languages))
+        flags |= {"vocabulary": vocabulary, "cut-source": cut_source}
+        cut = ["python", "scripts/prepare_corpus.py", "--data", self.data, *words(flags)]
+        cut += ["--output", self.corpus]
+        pair, end = len(self.languages) == 2, f".{self.languages[0]}"
+        flags = {"only-source": not pair, "joined-dictionary": pair, "workers": 2}
+        for split in SPLITS:
+            flags[f"{split}pref"] = self.corpus / "pieces" / (split if pair else split + end)
+        if pair:
+            flags |= dict(zip(("source-lang", "target-lang"), self.languages))
+        binarise = ["fairseq-preprocess", *words(flags), "--destdir", self.binarised]
+        return [
+            ("preparing the corpus", self.corpus, cut),
+            ("binarising", self.binarised, binarise),
+        ]
 
 
 def main(arguments=None):
