@@ -1,6 +1,6 @@
 """Read the logs of fairseq's trainings: the numbers of each run over updates and wall-clock."""
 
-import ast
+import contextlib
 import json
 import math
 import os
@@ -8,11 +8,12 @@ import re
 from datetime import datetime
 from pathlib import Path
 
-_TIME = re.compile(r"\[?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,](\d+))?\]?")
+_TIME = re.compile(r"\[?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?)")
 _INTERVAL = re.compile(r"epoch \d+:\s+\d+ / \d+ (.*=.*)")
 _EPOCH = re.compile(r"epoch \d+ \| (?:valid on '([^']+)' subset \| )?(.+)")
 _JSON = re.compile(r'\{"epoch": .*\}')
 _OPTIONS = re.compile(r"\{'_name': None, 'common': .*\}")
+_ARCH = r"(?:'model': \{'_name': |\barch=)'(\w+)'"
 _LOADED = re.compile(r"Loaded checkpoint (.+) \(epoch \d+ @ (\d+) updates\)")
 _SAVED = re.compile(r"Saved checkpoint .+ \(epoch \d+ @ (\d+) updates")
 
@@ -22,11 +23,7 @@ class _Run:
 
     def __init__(self):
         self.arch, self.folders, self.curves = None, set(), {}
-        self.forget_all()
-
-    def forget_all(self):
-        """Go back to before the first update."""
-        self.curves, self.clock, self.clocks = {}, 0.0, {0: 0.0}
+        self.clock, self.clocks = 0.0, {0: 0.0}  # of now, and of numbers of updates
 
     def resume(self, updates):
         """Forget what came after `updates`, and set the clock to what it was there."""
@@ -43,19 +40,9 @@ class _Run:
 
     def finished(self):
         """Return the run as `read_log` does."""
-        intervals, epochs = self.curves.pop("train_inner", []), self.curves.pop("train", [])
-        return {"train": intervals or epochs, "valid": [], **self.curves}
-
-
-def _numbers(pairs):
-    """Return the pairs (name, text) that are numbers, as a dictionary."""
-    numbers = {}
-    for name, value in pairs:
-        try:
-            numbers[name] = float(value)
-        except (TypeError, ValueError):
-            continue
-    return numbers
+        curves = {tag: entries for tag, entries in self.curves.items() if entries}
+        intervals, epochs = curves.pop("train_inner", []), curves.pop("train", [])
+        return {"train": intervals or epochs, "valid": [], **curves}
 
 
 def statistics(line):
@@ -75,24 +62,17 @@ def statistics(line):
         pairs = [(k.removeprefix(f"{tag}_"), value) for k, value in logged.items()]
         tag = tag or "train_inner"
     elif found := _INTERVAL.search(line):
-        tag, pairs = "train_inner", [pair.split("=", 1) for pair in found[1].split(", ")]
+        tag, pairs = "train_inner", [pair.partition("=")[::2] for pair in found[1].split(", ")]
     elif found := _EPOCH.search(line):
         tag = found[1] or "train"
-        pairs = [pair.split(" ", 1) for pair in found[2].split(" | ") if " " in pair]
+        pairs = [pair.partition(" ")[::2] for pair in found[2].split(" | ")]
     else:
         return None
-    numbers = _numbers(pair for pair in pairs if len(pair) == 2)
+    numbers = {}
+    for name, value in pairs:
+        with contextlib.suppress(TypeError, ValueError):  # a text
+            numbers[name] = float(value)
     return (tag, numbers) if "num_updates" in numbers else None
-
-
-def _options(line):
-    """Return ``(save_dir, arch)`` where fairseq-train tells its options, else None."""
-    if not (found := _OPTIONS.search(line)):
-        return None
-    save_dir = re.search(r"'save_dir': ('[^']*'|\"[^\"]*\")", found[0])
-    arch = re.search(r"'model': (?:\{'_name': |Namespace\(.*?\barch=)'(\w+)'", found[0])
-    arch = arch or re.search(r"\barch='(\w+)'", found[0])
-    return save_dir and ast.literal_eval(save_dir[1]), arch and arch[1]
 
 
 def _read(path):
@@ -101,13 +81,10 @@ def _read(path):
     text = path.read_text(encoding="utf-8", errors="replace")
     for line in re.split(r"[\r\n]+", text):  # a progress bar ends with \r
         found = _TIME.match(line)
-        now = None
-        if found:
-            now = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S").timestamp()
-            now += float(f"0.{found[2]}") if found[2] else 0.0
-
-        if started := _options(line):
-            options, began = started, None
+        now = datetime.fromisoformat(found[1]).timestamp() if found else None
+        if _OPTIONS.search(line):
+            named = re.search(r"'save_dir': '([^']*)'", line), re.search(_ARCH, line)
+            options, began = [found and found[1] for found in named], None
         elif "No existing checkpoint found" in line or (found := _LOADED.search(line)):
             updates = 0 if "No existing" in line else int(found[2])
             folder, arch = options
@@ -120,7 +97,7 @@ def _read(path):
             else:
                 run = _Run()
                 runs.append(run)
-            run.resume(updates) if updates else run.forget_all()
+            run.resume(updates)
             run.arch = arch or run.arch
             run.folders |= {folder} - {None}
             began, base = None, run.clock

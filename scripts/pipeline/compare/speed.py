@@ -16,31 +16,32 @@ def measure_speeds(args, words, checkpoints):
         words: ``{system: the words after fairseq-train}``.
         checkpoints: ``{system: its averaged checkpoint}``.
     """
-    from pipeline.benchmarks.harness import PeakMemory, training_speeds
+    from pipeline.benchmarks.harness import PeakMemory, in_turn, timed
 
     steps = {name: build_measured(args, words[name], checkpoints[name]) for name in words}
     _, task = configure(next(iter(words.values())))
     work = {"training": training_batches(args, task), "generation": test_batches(args, task)}
     rows = {name: {} for name in words}
     for what, batches in work.items():
-        show(f"{what}: warming up")
-
-        def report(so_far, what=what):
-            show(f"{what}: turn {len(next(iter(so_far.values())))} of {args.turns}")
-
+        show(f"measuring {what}")
         # Batch by batch in turn, as other work on the machine comes and goes within seconds.
-        timed = {
+        calls = {
             (name, i): partial(steps[name][what], batch)
             for i, batch in enumerate(batches)
             for name in words
         }
-        speeds = training_speeds(timed, args.turns, report=report)
+        tokens = {call: step() for call, step in calls.items()}  # warms up
+        seconds = {call: [] for call in calls}
+        for call in in_turn(calls, args.turns):
+            seconds[call].append(timed(calls[call])[0])
         for name, row in rows.items():
+            own = [(name, i) for i in range(len(batches))]
             with PeakMemory(args.device) as peak:
-                tokens = sum(steps[name][what](batch) for batch in batches)
-            turns = [sum(turn) for turn in zip(*(speeds[name, i] for i in range(len(batches))))]
-            row[what] = {"tokens": tokens, "memory": peak.bytes, "turns": turns}
-            row[what]["seconds"] = statistics.median(turns)
+                for call in own:
+                    calls[call]()
+            turns = [sum(turn) for turn in zip(*(seconds[call] for call in own))]
+            row[what] = {"tokens": sum(tokens[call] for call in own), "memory": peak.bytes}
+            row[what] |= {"turns": turns, "seconds": statistics.median(turns)}
     sentences = sum(batch["id"].numel() for batch in work["generation"])
     for row in rows.values():
         training, generation = row["training"], row["generation"]
