@@ -121,7 +121,7 @@ def test_a_model_that_trains_otherwise_is_not_measured(benchmark, run, monkeypat
         ("--models convs2s", "--models: expected some of talkconv, .*, got convs2s"),
         ("--precisions float16", "--precisions: expected a GPU for float16, got a CPU"),
         ("--width 20", "--width: expected a multiple of 2 x 4 heads, got 20"),
-        ("--turns 0", "--turns: .*positive int value: '0'"),
+        ("--turns 0", "--turns: expected at least 1, got 0"),
     ],
 )
 def test_bad_options(benchmark, capsys, options, message):

@@ -26,7 +26,7 @@ import torch
 from pipeline.benchmarks import harness, models
 from pipeline.benchmarks.harness import Unavailable, several, show_progress
 from pipeline.benchmarks.models import Sizes
-from pipeline.common.command import positive
+from pipeline.common.command import at_least
 
 # isort: split
 from fairseq.dataclass.configs import GenerationConfig
@@ -173,7 +173,7 @@ def parse(arguments=None):
         ("--beams", [1, 5], "sizes of the beam"),
     ):
         text += f" (default: {','.join(map(str, default))})"
-        parser.add_argument(option, type=several(positive(int)), default=default, help=text)
+        parser.add_argument(option, type=several(at_least(1)), default=default, help=text)
     parser.add_argument("--dtype", choices=TOLERANCES, default="float32", help="default: float32")
     args = parser.parse_args(arguments)
     args.sizes = models.chosen_sizes(parser, args, Sizes())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.common.command import parser, positive
+from pipeline.common.command import at_least, parser
 from pipeline.common.files import write_json
 from pipeline.common.machine import machine
 
@@ -245,7 +245,7 @@ def option_parser(name, description, turns, limit, output):
     add("--cpu", dest="device", action="store_const", const="cpu",
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="measure the CPU where there is a GPU")  # fmt: skip
-    add("--turns", type=positive(int), default=turns, help=f"for medians (default: {turns})")
+    add("--turns", type=at_least(1), default=turns, help=f"for medians (default: {turns})")
     add("--limit", type=float, default=limit, metavar="SECONDS",
         help=f"leave out what takes longer once (default: {limit})")  # fmt: skip
     add("--output", type=Path, default=Path(output), metavar="PREFIX", help=f"default: {output}")

@@ -15,7 +15,7 @@ from fairseq.tasks.translation import TranslationConfig, TranslationTask
 
 from pipeline.benchmarks import harness
 from pipeline.benchmarks.harness import Unavailable, one_of, several, show_progress
-from pipeline.common.command import positive
+from pipeline.common.command import at_least
 from pipeline.common.models import build_model, parse_words
 
 MODELS = ("talkconv", "transformer", "lightconv", "dynamicconv", "dynamicconv-band")
@@ -185,7 +185,7 @@ def option_parser(name, description, turns, output):
                         help="then print where a step goes, model by model")  # fmt: skip
     for size, default in asdict(Sizes()).items():
         option = "--" + size.replace("_", "-")
-        parser.add_argument(option, type=positive(int), help=f"default: {default}")
+        parser.add_argument(option, type=at_least(1), help=f"default: {default}")
     return parser
 
 

@@ -20,7 +20,7 @@ from pipeline.benchmarks import harness
 from pipeline.benchmarks.harness import one_of, several
 from pipeline.benchmarks.operator_speed import BOUNDS, check, goals_of, measure_all
 from pipeline.benchmarks.peers import PEERS, WINDOW
-from pipeline.common.command import positive
+from pipeline.common.command import at_least
 
 SIZES = (10, 1024, 16)  # B, C and H of the paper; the goals are for them
 
@@ -50,10 +50,10 @@ def parse(arguments=None):
     """Return the options."""
     parser = harness.option_parser("benchmark_talk_conv.py", __doc__, 7, 5, "results/talk_conv")
     add = parser.add_argument
-    add("--lengths", type=several(positive(int)), default=[10, 100, 1000, 10_000, 100_000])
+    add("--lengths", type=several(at_least(1)), default=[10, 100, 1000, 10_000, 100_000])
     add("--dtypes", type=several(one_of(BOUNDS)), default=["float32", "bfloat16"])
     for name, letter, size in zip(("batch", "channels", "heads"), "BCH", SIZES):
-        add(f"--{name}", type=positive(int), default=size, help=f"{letter} (default: {size})")
+        add(f"--{name}", type=at_least(1), default=size, help=f"{letter} (default: {size})")
     add("--only", default="", metavar="REGEX", help="peers with this in their name")
     return parser.parse_args(arguments)
 

@@ -35,7 +35,7 @@ import torch
 from pipeline.benchmarks import harness, models
 from pipeline.benchmarks.harness import Unavailable, one_of, several, show_progress
 from pipeline.benchmarks.models import Sizes
-from pipeline.common.command import positive
+from pipeline.common.command import at_least
 
 # isort: split
 from fairseq.data import LanguagePairDataset
@@ -207,7 +207,7 @@ def measure(precision, batches, args, report):
 def parse(arguments=None):
     """Return the options, with what depends on others filled in."""
     parser = models.option_parser("benchmark_training.py", __doc__, 5, "results/training")
-    add, number = parser.add_argument, positive(int)
+    add, number = parser.add_argument, at_least(1)
     add("--task", choices=TASKS, default="translation", help="default: translation")
     add("--precisions", type=several(one_of(PRECISIONS)),
         help="default: float32; on a GPU float16,bfloat16 too")  # fmt: skip

@@ -77,19 +77,6 @@ def parser(name, description, epilog=None):
     )
 
 
-def positive(kind):
-    """Return a type for argparse: a number of `kind` above 0."""
-
-    def parse(text):
-        value = kind(text)
-        if not value > 0:
-            raise ValueError
-        return value
-
-    parse.__name__ = f"positive {kind.__name__}"
-    return parse
-
-
 def at_least(least, kind=int):
     """Return a type for argparse: a finite number of `kind` that is not below `least`."""
 

@@ -157,7 +157,7 @@ def main(arguments=None):
     add("--source-lang", required=True)
     add("--target-lang", help="leave out for a corpus of one language")
     add("--vocabulary", type=int, default=4000, help="pieces to learn (default: 4000)")
-    add("--cut-source", type=command.positive(int), metavar="N", help="keep the first N pieces of "
+    add("--cut-source", type=command.at_least(1), metavar="N", help="keep the first N pieces of "
         "each source; a document may have 1,000")  # fmt: skip
     add("--output", type=Path, required=True, help="folder to write")
     args = parser.parse_args(arguments)

@@ -346,14 +346,14 @@ def parse(name, arguments):
     add("--downloads", default=ROOT / "data-bin/downloads", metavar="DIR", help="where downloads "
         "are kept, each under its address (default: data-bin/downloads)")  # fmt: skip
     add("--output", metavar="DIR", help=f"the folder to write (default: data-bin/{name})")
-    add("--workers", type=command.positive(int), default=len(os.sched_getaffinity(0)), metavar="N",
+    add("--workers", type=command.at_least(1), default=len(os.sched_getaffinity(0)), metavar="N",
         help="processes (default: as many as there are cores)")  # fmt: skip
     add(
         "--other-counts", action="store_true", help="only report line counts that are not published"
     )
     add("--restart", action="store_true", help="remove what an earlier run left, and prepare again")
     if len(benchmark.languages) == 2:
-        add("--vocabulary", type=command.positive(int), metavar="N", help="words of a dictionary")
+        add("--vocabulary", type=command.at_least(1), metavar="N", help="words of a dictionary")
         add("--pretokenized", metavar="DIR", help="in place of --data: {train,valid,test}.LANG cut "
             "by subword-nmt; with dict.LANG.txt there, test is enough")  # fmt: skip
     args = parser.parse_args(arguments)

@@ -55,7 +55,7 @@ def parse(arguments):
     add("overrides", nargs="*", metavar="GROUP.KEY=VALUE", help="options that replace the config's")
     add("--data", help="folder of scripts/prepare_BENCHMARK.sh (default: data-bin/BENCHMARK)")
     add("--split", choices=("test", "valid"), default="test", help="what to score")
-    add("--average", type=command.positive(int), metavar="N", help="(default: the config's)")
+    add("--average", type=command.at_least(1), metavar="N", help="(default: the config's)")
     add("--tune", action="store_true", help="choose the number of averaged checkpoints, the length "
         "penalty and the longest summary on the validation set")  # fmt: skip
     add("--cpu", action="store_true", help="use no GPU")

@@ -31,7 +31,7 @@ def parse(arguments):
         "its folder, unless the data is prepared; may be given several times")  # fmt: skip
     add("--prepare", default="", metavar="OPTIONS", help="more options of "
         "scripts/prepare_BENCHMARK.sh, such as '--workers 8' or --download")  # fmt: skip
-    add("--average", type=command.positive(int), metavar="N", help="as for scripts/evaluate.sh")
+    add("--average", type=command.at_least(1), metavar="N", help="as for scripts/evaluate.sh")
     add("--tune", action="store_true", help="as for scripts/evaluate.sh")
     add("--devices", metavar="N", help="as for scripts/train.sh")
     add("--precision", choices=("fp32", "fp16", "bf16"), help="as for scripts/train.sh")

@@ -38,7 +38,7 @@ MAY_CHANGE = HARMLESS | {
 
 def parse(arguments):
     parser = command.parser("train.sh", DESCRIPTION)
-    count = command.positive(int)
+    count = command.at_least(1)
     add = parser.add_argument
     add("name", metavar="NAME", help="a file of configs/, without .yaml, or the path of a YAML")
     add("overrides", nargs="*", metavar="GROUP.KEY=VALUE", help="options that replace the config's")
