@@ -43,7 +43,7 @@ from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.trainer import Trainer
 
 # Flags of fairseq-train for each precision.
-PRECISIONS = {"float32": {}, "float16": {"fp16": None}, "bfloat16": {"bf16": None}}
+PRECISIONS = {"float32": {}, "float16": {"fp16": True}, "bfloat16": {"bf16": True}}
 TASKS = {  # the models of each, and the default of --batches
     "translation": {"sizes": Sizes(), "windows": [1, 3, 7, 15], "dropout": 0.3, "batches": 4},
     "lm": {
@@ -80,7 +80,7 @@ def build_trainer(name, precision, args):
         **PRECISIONS[precision],
     }
     if args.device == "cpu":
-        given["cpu"] = None
+        given["cpu"] = True
     if name == "talkconv":
         given |= {"offset-dropout": ATTENTION_DROPOUT, "input-dropout": 0}
         given["activation-fn"] = "relu"  # as the others
@@ -89,7 +89,7 @@ def build_trainer(name, precision, args):
     if not lm:
         given |= {"criterion": "label_smoothed_cross_entropy", "label-smoothing": 0.1}
     elif name in ("talkconv", "transformer"):
-        given["decoder-normalize-before"] = None  # lightconv_lm has no other form
+        given["decoder-normalize-before"] = True  # lightconv_lm has no other form
     cfg = models.configure(given, "language_modeling" if lm else "translation")
     task = models.build_task(args.sizes.vocabulary)
     if lm:
