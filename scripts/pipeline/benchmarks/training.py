@@ -9,18 +9,13 @@ A step is the `train_step` of fairseq's Trainer: forward, label-smoothed cross-e
 models: cross-entropy), backward, Adam. The models have the same sizes, layers and dropouts and no
 embeddings in common; the convolutions' kernels are as wide as TaLK's windows, and have gates before
 them in the language models alone. fairseq's DynamicConv unfolds its windows; `dynamicconv-band` has
-fairseq's other form, band matrices. With TALK_MATMUL_PRECISION=medium in the environment, float32
-has matrix products in bfloat16.
-
-Sentences are of random words, batched by length as fairseq-train does it: source lengths are
-log-normal (median 20 tokens), targets about as long. A turn runs over --batches of these batches,
-spread over the lengths.
+band matrices. Sentences are of random words, source lengths log-normal (median 20 tokens), targets
+about as long; a turn runs over --batches of them, spread over the lengths.
 
 First checks loss and gradients of TaLK against the reference backend, and of band matrices against
-unfolded windows, without dropout. Then runs the models in turn and takes medians. Tokens are those
-of the target, without padding. Peak memory is what a step takes beyond model and optimizer.
-
-Writes a table, PREFIX.json (after each turn) and PREFIX.png.
+unfolded windows. Then runs the models in turn and takes medians. Tokens are those of the target,
+without padding. Peak memory is what a step takes beyond model and optimizer. Writes a table,
+PREFIX.json (after each turn) and PREFIX.png.
 """
 
 import contextlib
