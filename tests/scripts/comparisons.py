@@ -40,17 +40,8 @@ class Played:
         self.ran, self.stop_at, self.broken, self.nan = [], None, None, None
         self.verses, self.why = verses, "RuntimeError: no"
         monkeypatch.setattr(Commands, "run", lambda *a, **k: self.run(*a, **k))
-        monkeypatch.setattr(sweep.Comparison, "fit_sizes", self.fit_sizes)
         monkeypatch.setattr(sweep, "average", lambda paths, to: to.write_text(str(paths)))
         monkeypatch.setattr(sweep, "measure_speeds", self.measure)
-
-    @staticmethod
-    def fit_sizes(comparison):
-        next(comparison.numbers)
-        comparison.systems = {
-            name: {"options": {"arch": name}, "parameters": 1000 + len(name)}
-            for name in comparison.args.systems
-        }
 
     def prepare(self, output):
         os.mkdir(output)
@@ -61,9 +52,9 @@ class Played:
         command = [str(word) for word in command]
         name = os.path.basename(command[0])
         if name == "fairseq-train":
-            system = command[command.index("--arch") + 1]
-            name, rate = f"train {system}", command[command.index("--lr") + 1]
+            rate = command[command.index("--lr") + 1]
             checkpoints = Path(command[command.index("--save-dir") + 1])
+            name = f"train {checkpoints.parents[2].name}"  # SYSTEM/RATE/SEED/checkpoints
             if rate != "2e-3":
                 name += f" at {rate}"
             self.restored = [word for word in command if word.endswith("_2.pt")]
@@ -114,6 +105,7 @@ def valid_line(updates, loss):
 
 def speed(seconds, turns=2):
     return {
+        "parameters": 1000,
         "training": {"turns": [seconds] * turns, "seconds": seconds, "memory": 2**20},
         "generation": {"turns": [2 * seconds, seconds], "seconds": seconds, "memory": None},
         "seconds_per_update": seconds,

@@ -51,8 +51,8 @@ def table(results):
         if "score" not in row or "error" in row:
             rows.append([name, row.get("error", "not trained")])
             continue
-        cells = [name, f"{row['parameters']:,}", *score_cells(task, row)]
         speed = row["speed"]
+        cells = [name, speed and f"{row['parameters']:,}", *score_cells(task, row)]
         for part, key, digits in (
             ("training", "training_tokens_per_second", 0),
             ("generation", "generated_sentences_per_second", 2),
@@ -134,6 +134,9 @@ def notes(results):
         diverged += [f"with seed {seed}, which does not count" for seed in row.get("diverged", [])]
         if diverged:
             yield f"{name} diverged {', '.join(diverged)}."
+    sizes = [row["parameters"] for row in systems.values() if row.get("parameters")]
+    if sizes and max(sizes) > 1.05 * min(sizes):
+        yield "The sizes differ by more than 5%."
     yield "Speeds: medians of turns in one process; peak memory: of a training step."
     if results["preset"] == "cpu":
         yield "Float32; matrix products in bfloat16 where the processor has it."

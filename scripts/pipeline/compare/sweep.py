@@ -31,7 +31,6 @@ from pipeline.common.systems import read_systems
 from pipeline.compare.flags import evaluation_words, search, training_flags, training_words
 from pipeline.compare.report import TITLES, write_results
 from pipeline.compare.scores import score
-from pipeline.compare.sizes import fit, reference_size, with_width
 from pipeline.compare.speed import measure_speeds
 from pipeline.data.corpus import LONGEST, CorpusFolder
 
@@ -112,14 +111,13 @@ def parse(arguments=None):
 
     preset = read_systems(f"{args.preset}_{'lm' if args.task == 'lm' else 'seq2seq'}")
     args.device = "cuda" if args.preset == "gpu" else "cpu"
+    args.commands, args.training = preset["commands"], preset["training"]
     args.schedule = SimpleNamespace(**preset["schedules"][args.task])
     args.seeds = args.seeds or args.schedule.seeds
     args.updates = args.updates or args.schedule.updates
     args.rates = args.lr or list(map(str, args.schedule.rates))
     args.jobs = args.jobs or (min(cores(), 4) if args.device == "cpu" else 1)
     args.reference = preset["reference"]
-    reference = preset["systems"][args.reference]
-    args.reference_flags = with_width(reference, preset["reference_ffn"])
     args.systems = choose_systems(args, preset["systems"])
     *source, target = LANGUAGES[args.task]
     if args.source_lang and not source:
@@ -152,7 +150,6 @@ class Comparison:
         args: as `parse` returns them.
 
     Attributes:
-        systems: ``{name: {"options", "parameters"}}`` of those that can run.
         rates: ``{system: {"chosen": rate, "validation": {rate: loss}}}`` of those that are trained.
         failures: ``{(system, seed): why}``.
     """
@@ -169,8 +166,8 @@ class Comparison:
             if not torch.cuda.is_available():
                 raise BadInput("--preset: expected cpu on a machine without a GPU, got gpu")
         runs = len(args.rates) + 2 * args.seeds - 1  # and their evaluations
-        self.steps, self.numbers = 4 + runs * len(args.systems), itertools.count(1)
-        self.systems, self.rates, self.failures = {}, {}, {}
+        self.steps, self.numbers = 3 + runs * len(args.systems), itertools.count(1)
+        self.rates, self.failures = {}, {}
 
     # The folder
 
@@ -187,7 +184,6 @@ class Comparison:
             "training": training_flags(args, {}, "RATE"),
             "averaged": args.schedule.averaged,
             "generation": {} if args.task == "lm" else search(args),
-            "reference": args.reference_flags,
             "systems": args.systems,
         }
         self.folder.open(settings, args.restart, growing=["systems"])
@@ -212,8 +208,7 @@ class Comparison:
         warnings.filterwarnings("ignore")
         side_by_side, jobs = self.commands.side_by_side, self.args.jobs
         self.prepare()
-        self.fit_sizes()
-        side_by_side(self.train, itertools.product(self.systems, [1], self.args.rates), jobs)
+        side_by_side(self.train, itertools.product(self.args.systems, [1], self.args.rates), jobs)
         self.choose_rates()
         others = [(name, seed, self.rates[name]["chosen"]) for name, seed in self.runs(2)]
         side_by_side(self.train, others, jobs)
@@ -236,22 +231,9 @@ class Comparison:
 
             self.once(title, made, make)
 
-    def fit_sizes(self):
-        """Make the systems as wide as the size of the reference takes."""
-        args, data = self.args, self.folder.binarised
-        next(self.numbers)
-        target = reference_size(args, data)
-        for name in args.systems:
-            try:
-                options, parameters = fit(args, data, name, target)
-                self.systems[name] = {"options": options, "parameters": parameters}
-            except Exception as error:  # whatever it is, the others can be compared
-                self.fail(name, 1, error, f"{name} cannot run")
-
     def words(self, name, rate):
-        """Return the words after fairseq-train of a system at a rate, with its fitted width."""
-        options = self.systems[name]["options"]
-        return training_words(self.args, self.folder.binarised, options, rate)
+        """Return the words after fairseq-train of a system at a rate."""
+        return training_words(self.args, self.folder.binarised, self.args.systems[name], rate)
 
     def train(self, name, seed, rate):
         """Write the average of a run's last checkpoints. Goes on from its last checkpoint.
@@ -286,7 +268,7 @@ class Comparison:
 
     def choose_rates(self):
         """Choose of each system the rate of the first seed's run with the best validation loss."""
-        for name in self.systems:
+        for name in self.args.systems:
             losses = {}
             for rate in self.args.rates:
                 trained = (self.run_folder(name, 1, rate) / "averaged.pt").exists()
@@ -362,8 +344,9 @@ class Comparison:
         args = self.args
         systems = {}
         for name in args.systems:
-            row = systems[name] = {**self.systems.get(name, {}), "seeds": {}}
+            row = systems[name] = {"options": args.systems[name], "seeds": {}}
             row |= {"rates": self.rates.get(name), "speed": speeds.get(name)}
+            row["parameters"] = row["speed"] and row["speed"]["parameters"]
             for (failed, seed), why in self.failures.items():
                 if failed == name:
                     row.setdefault("error", f"seed {seed}: {why}")
