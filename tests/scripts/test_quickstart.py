@@ -94,7 +94,8 @@ def test_a_run_killed_in_training_resumes_where_it_was(verses, tmp_path):
     resumed = quickstart(*arguments)
     assert "preparing" not in resumed
     assert max(updates(checkpoints)) == 60
-    loaded = re.findall(r"Loaded checkpoint .* @ (\d+) updates", (out / "log.txt").read_text())
+    log = (out / "training/train.log").read_text()
+    loaded = re.findall(r"Loaded checkpoint .* @ (\d+) updates", log)
     assert loaded == [str(reached)]
     assert f" on {TEST_VERSES} sentences" in score_line(resumed)
 

@@ -25,7 +25,7 @@ from pipeline.common.fairseq import (
 from pipeline.common.files import read_json, remove, write_json
 from pipeline.common.folder import show
 from pipeline.common.logs import read_log
-from pipeline.common.machine import cores, machine, versions
+from pipeline.common.machine import cores, has_gpu, machine, versions
 from pipeline.common.paths import ROOT
 from pipeline.common.systems import read_systems
 from pipeline.compare.flags import evaluation_words, search, training_flags, training_words
@@ -72,14 +72,11 @@ MADE = ("speeds.json", "prepare.log", "compare.md", "results.json", "validation.
 
 def learning_rates(text):
     """Return the learning rates in ``--lr``, as they are spelt there; of equal ones the last."""
-    spelt = {}
-    for rate in text.split(","):
-        with contextlib.suppress(ValueError):
-            spelt[float(rate)] = rate
-            if 0 < float(rate) < math.inf:
-                continue
-        raise argparse.ArgumentTypeError(f"expected positive numbers, got {text!r}")
-    return list(spelt.values())
+    with contextlib.suppress(ValueError):
+        spelt = {float(rate): rate for rate in text.split(",")}
+        if all(0 < rate < math.inf for rate in spelt):
+            return list(spelt.values())
+    raise argparse.ArgumentTypeError(f"expected positive numbers, got {text!r}")
 
 
 def parse(arguments=None):
@@ -160,16 +157,11 @@ class Comparison:
         if self.folder.settings.exists():
             earlier = read_json(self.folder.settings).get("systems", {})
             self.folder.made += map(glob.escape, earlier)
-        if args.device == "cuda":
-            import torch
-
-            if not torch.cuda.is_available():
-                raise BadInput("--preset: expected cpu on a machine without a GPU, got gpu")
+        if args.device == "cuda" and not has_gpu():
+            raise BadInput("--preset: expected cpu on a machine without a GPU, got gpu")
         runs = len(args.rates) + 2 * args.seeds - 1  # and their evaluations
         self.steps, self.numbers = 3 + runs * len(args.systems), itertools.count(1)
         self.rates, self.failures = {}, {}
-
-    # The folder
 
     def open_folder(self):
         """Lock the folder. Raises BadInput if it is of other settings or in use."""
@@ -198,8 +190,6 @@ class Comparison:
     def runs(self, first=1):
         """Return ``(system, seed)`` of the systems that have a rate, seeds first."""
         return [(name, seed) for seed in range(first, self.args.seeds + 1) for name in self.rates]
-
-    # Steps
 
     def go(self):
         """Make all steps; return the results."""

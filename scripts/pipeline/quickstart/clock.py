@@ -25,6 +25,7 @@ def train(session, title, folder, words, keep):
         keep: how many of the last checkpoints, beside ``checkpoint_last.pt``.
     """
     plan, done, origin = folder / "plan", folder / "done", folder / "steady/checkpoint_last.pt"
+    log = folder / "train.log"
     updates, warmup = session.args.updates, session.settings["warmup"]
     seconds = max(LEAST, session.seconds())
     first = seconds // 3
@@ -34,8 +35,8 @@ def train(session, title, folder, words, keep):
             *words, "--stop-time-hours", _hours(first), "--warmup-updates", warmup,
             "--total-num-update", 10**9, "--save-interval-updates", 100,
             "--keep-interval-updates", 1, *resuming(folder / "steady"),
-        ], training(_by_the_clock(first)))  # fmt: skip
-        made = _reached(session.log)
+        ], training(_by_the_clock(first)), log)  # fmt: skip
+        made = _reached(log)
         partial.write_text(f"{made} {made + made * 19 // 10}\n")
 
     def falling(partial):
@@ -46,8 +47,8 @@ def train(session, title, folder, words, keep):
             "--total-num-update", end, "--max-update", end,
             "--save-interval-updates", max(1, (end - start) // 40),
             "--keep-interval-updates", keep, *resuming(folder / "falling", origin),
-        ], training(share))  # fmt: skip
-        partial.write_text(f"{_reached(session.log)}\n")
+        ], training(share), log)  # fmt: skip
+        partial.write_text(f"{_reached(log)}\n")
 
     if updates:
         start, end, title = 0, updates, f"{title} for {updates} updates"

@@ -2,13 +2,15 @@
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
-from pipeline.common.command import at_least, parser
+from pipeline.common.command import Failed, at_least, parser
 from pipeline.common.fairseq import Commands, in_words
 from pipeline.common.files import read_lines, write_lines, write_whole
 from pipeline.common.folder import show
+from pipeline.common.machine import has_gpu
 from pipeline.common.paths import ROOT
 from pipeline.common.systems import read_systems, words
 from pipeline.data.corpus import CorpusFolder
@@ -67,7 +69,7 @@ class Session:
         self.log, self.listed = self.out / "log.txt", self.out / "commands.txt"
         self.folder = CorpusFolder(self.out, "quick start", MADE, args.data, languages)
         self.corpus, self.binarised = self.folder.corpus, self.folder.binarised
-        self.on_gpu = not args.cpu and _has_gpu()
+        self.on_gpu = not args.cpu and has_gpu()
         section = "gpu" if self.on_gpu else "cpu_long" if args.minutes >= 30 else "cpu"
         self.settings = read_systems(config)[section]
         self.on_device = words(self.settings["commands"])
@@ -115,23 +117,33 @@ class Session:
         if line not in noted:
             write_lines(self.listed, [*noted, line])
 
-    def run(self, command, read=None, made=None, partial=None):
-        """Show and run a command; `read` finds the progress in what it prints, see `Bar`.
+    def run(self, command, read=None, log=None):
+        """Show and run a command; what it prints goes to the `log`, by default the session's.
 
-        The path `made` is called `partial` until it is whole. Where it is none of the words, it is
-        what the command prints; else that goes to the log.
+        `read` finds the progress in that; see `Bar`.
         """
         self.show(command)
-        log = self.log if made is None or made in command else partial
-        self.commands.run([partial if word == made else word for word in command], log, read)
+        self.commands.run(command, log or self.log, read)
 
     def print(self, command):
-        """Show and run a command, and show what it prints."""
-        self.run(command, lambda line: show(line.removesuffix("\n")))
+        """Show and run a command that prints what is for the reader, not for the log."""
+        self.show(command)
+        words, environment = list(map(str, command)), self.commands.environment
+        if subprocess.run(words, env=environment).returncode:
+            raise Failed(f"{in_words(command)} failed")
 
     def once(self, title, made, command, read=None):
-        """Announce and run a command that writes the path `made`, unless that is there."""
-        self.folder.once(title, made, lambda partial: self.run(command, read, made, partial))
+        """Announce, show and run a command that writes the path `made`, unless that is there.
+
+        Where the path is none of the words, it is what the command prints.
+        """
+
+        def make(partial):
+            self.show(command)
+            log = self.log if made in command else partial
+            self.commands.run([partial if word == made else word for word in command], log, read)
+
+        self.folder.once(title, made, make)
 
     def prepare(self):
         """Write plain text, a SentencePiece model, and the sentences in pieces and as numbers."""
@@ -144,9 +156,3 @@ class Session:
         show("\n".join(read_lines(self.listed)))
         minutes, seconds = divmod(int(time.monotonic() - self.started), 60)
         show(f"\n== done in {minutes} min {seconds} s; everything is in {self.out}")
-
-
-def _has_gpu():
-    import torch
-
-    return torch.cuda.is_available() and torch.version.cuda is not None
