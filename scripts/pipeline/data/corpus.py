@@ -132,20 +132,17 @@ class CorpusFolder(Folder):
 
     def preparation(self, vocabulary, cut_source=None):
         """Return ``(title, path, words)`` of each command, which writes the path."""
-        flags = dict(zip(("source-lang", "target-lang"), self.languages))
-        flags |= {"vocabulary": vocabulary, "cut-source": cut_source}
-        cut = ["python", "scripts/prepare_corpus.py", "--data", self.data, *words(flags)]
-        cut += ["--output", self.corpus]
-        pair, end = len(self.languages) == 2, f".{self.languages[0]}"
-        flags = {"only-source": not pair, "joined-dictionary": pair, "workers": 2}
-        for split in SPLITS:
-            flags[f"{split}pref"] = self.corpus / "pieces" / (split if pair else split + end)
-        if pair:
-            flags |= dict(zip(("source-lang", "target-lang"), self.languages))
-        binarise = ["fairseq-preprocess", *words(flags), "--destdir", self.binarised]
+        sides = dict(zip(("source-lang", "target-lang"), self.languages))
+        cutting = words({**sides, "vocabulary": vocabulary, "cut-source": cut_source})
+        cut = ["python", "scripts/prepare_corpus.py", "--data", self.data, *cutting]
+        kind, end = {**sides, "joined-dictionary": True}, ""
+        if len(sides) == 1:
+            kind, end = {"only-source": True}, f".{self.languages[0]}"
+        prefixes = {f"{split}pref": self.corpus / "pieces" / f"{split}{end}" for split in SPLITS}
+        binarise = ["fairseq-preprocess", *words({**kind, "workers": 2, **prefixes})]
         return [
-            ("preparing the corpus", self.corpus, cut),
-            ("binarising", self.binarised, binarise),
+            ("preparing the corpus", self.corpus, [*cut, "--output", self.corpus]),
+            ("binarising", self.binarised, [*binarise, "--destdir", self.binarised]),
         ]
 
 
