@@ -30,17 +30,18 @@ def measure_speeds(args, words, checkpoints):
             for i, batch in enumerate(batches)
             for name in words
         }
-        tokens = {call: step() for call, step in calls.items()}  # warms up
+        for name, row in rows.items():
+            own = [step for (of, _), step in calls.items() if of == name]
+            for step in own:  # all, so that what is allocated once is there
+                step()
+            with PeakMemory(args.device) as peak:
+                tokens = sum(step() for step in own)
+            row[what] = {"tokens": tokens, "memory": peak.bytes}
         seconds = {call: [] for call in calls}
         for call in in_turn(calls, args.turns):
             seconds[call].append(timed(calls[call])[0])
         for name, row in rows.items():
-            own = [(name, i) for i in range(len(batches))]
-            with PeakMemory(args.device) as peak:
-                for call in own:
-                    calls[call]()
-            turns = [sum(turn) for turn in zip(*(seconds[call] for call in own))]
-            row[what] = {"tokens": sum(tokens[call] for call in own), "memory": peak.bytes}
+            turns = [sum(turn) for turn in zip(*(seconds[name, i] for i in range(len(batches))))]
             row[what] |= {"turns": turns, "seconds": statistics.median(turns)}
     sentences = sum(batch["id"].numel() for batch in work["generation"])
     for row in rows.values():
