@@ -1,6 +1,7 @@
 """A folder that one run at a time works in, step by step, each step done once."""
 
 import fcntl
+from collections.abc import Mapping
 
 from pipeline.common.command import BadInput
 from pipeline.common.files import read_json, remove, write_json
@@ -115,7 +116,7 @@ def flat(nested, prefix=""):
     """Return ``{"model.dropout": 0.3}`` of nested dictionaries."""
     found = {}
     for key, value in nested.items():
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             found |= flat(value, f"{prefix}{key}.")
         else:
             found[prefix + key] = value
