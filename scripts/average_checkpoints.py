@@ -1,9 +1,6 @@
 #!/usr/bin/env python3
 """Average the parameters of checkpoints; --help says how."""
 
-import sys
+from run import run
 
-from pipeline.recipes.average import main
-
-if __name__ == "__main__":
-    sys.exit(main())
+run("recipes.average")

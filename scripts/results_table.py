@@ -1,9 +1,6 @@
 #!/usr/bin/env python3
 """Print the papers' tables beside what was measured; --help says how."""
 
-import sys
+from run import run
 
-from pipeline.recipes.paper_tables import main
-
-if __name__ == "__main__":
-    sys.exit(main())
+run("recipes.paper_tables")

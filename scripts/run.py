@@ -3,5 +3,11 @@
 import importlib
 import sys
 
+
+def run(module):
+    """Run a module, such as ``"recipes.train"``, and end with its exit status."""
+    sys.exit(importlib.import_module(f"pipeline.{module}").main())
+
+
 if __name__ == "__main__":
-    sys.exit(importlib.import_module(f"pipeline.{sys.argv.pop(1)}").main())
+    run(sys.argv.pop(1))

@@ -37,16 +37,14 @@ done
 [[ -z "${PYTHON-}" ]] || pythons=("$PYTHON")
 
 # Ends the script, after the CuPy of PyTorch's CUDA version where there is a GPU for it.
-finish() {
+finish() { # the script's arguments
     local for_gpu=''
     if [[ -z "$cuda" ]] && command -v nvidia-smi >/dev/null; then
         for_gpu=$(.venv/bin/python -c 'import torch
 version = (torch.version.cuda or "").split(".")[0]
 print("cuda" + version if torch.cuda.is_available() and version in ("12", "13") else "")')
     fi
-    local again=("$for_gpu")
-    [[ -n "$fairseq" ]] || again+=(operator)
-    [[ -z "$for_gpu" ]] || exec scripts/setup.sh "${again[@]}"
+    [[ -z "$for_gpu" ]] || exec scripts/setup.sh "$@" "$for_gpu"
     exit 0
 }
 
@@ -93,7 +91,7 @@ fi
 extras=${fairseq}test$cuda
 wanted="$extras
 $PWD $(cat setup.cfg pyproject.toml constraints.txt scripts/fairseq.txt scripts/setup.sh | cksum)"
-[[ ! -f "$stamp" || "$(cat "$stamp")" != "$wanted" ]] || finish
+[[ ! -f "$stamp" || "$(cat "$stamp")" != "$wanted" ]] || finish "$@"
 
 plan="Python $expected: the operator${fairseq:+ and the plugin for fairseq} in 1 to 5 minutes"
 if [[ -n "$fairseq" && "$(uname -sm) $expected" != 'Linux x86_64 3.1'[12] ]]; then
@@ -128,12 +126,6 @@ step='the project, and everything else'
 pip install --constraint constraints.txt --editable ".[$extras]"
 step='whether all of it fits together'
 pip check || fail ".venv holds packages that do not fit together; remove .venv and run this again"
-if [[ -n "$cuda" ]]; then
-    built_for=$(.venv/bin/python -c 'import torch; print((torch.version.cuda or "no").split(".")[0])')
-    [[ "$built_for" == "${cuda#,cuda}" ]] ||
-        echo "setup.sh: this PyTorch is built for CUDA $built_for, so ${cuda#,} will not" \
-            "work with it: choose the same version for both" >&2
-fi
 printf '%s\n' "$wanted" >"$stamp"
 echo "setup.sh: ready" >&2
-finish
+finish "$@"

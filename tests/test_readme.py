@@ -92,7 +92,7 @@ def script_text(name):
     """The source of a script and of what it runs or shares, where its options are."""
     own = (ROOT / name).read_text()
     others = [ROOT / "scripts" / other for other in re.findall(r"\b\w+\.(?:py|sh)\b", own)]
-    modules = re.findall(r"run\.(?:sh|py)\"? ([\w.]+)|from pipeline\.([\w.]+) import main", own)
+    modules = re.findall(r"run\.(?:sh|py)\"? ([\w.]+)|run\(\"([\w.]+)\"\)", own)
     others += [pipeline_file("".join(names)) for names in modules]
     text = own + "".join(path.read_text() for path in others if path.exists())
     shared = {pipeline_file(name) for name in re.findall(r"from pipeline\.([\w.]+) import", text)}

@@ -3,10 +3,11 @@
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 
 from pipeline.common.command import Failed
-from pipeline.common.fairseq import Commands
+from pipeline.common.fairseq import Bar, Commands
 from pipeline.compare import sweep
 from pipeline.compare.report import table
 from pipeline.compare.scores import SCORES
@@ -22,7 +23,11 @@ def dictionaries(folder, languages, words):
 
 def refusal(capsys, *arguments):
     """The one line with which a command stops that must not start."""
-    assert sweep.main([str(argument) for argument in arguments]) == 2
+    try:
+        status = sweep.main([str(argument) for argument in arguments])
+    except SystemExit as stopped:  # of argparse
+        status = stopped.code
+    assert status == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1
     return printed.err
@@ -35,32 +40,21 @@ class Played:
         self.ran, self.stop_at, self.broken, self.nan = [], None, None, None
         self.verses, self.why = verses, "RuntimeError: no"
         monkeypatch.setattr(Commands, "run", lambda *a, **k: self.run(*a, **k))
-        monkeypatch.setattr(sweep, "prepare", self.prepare)
-        monkeypatch.setattr(sweep.Comparison, "check_systems", self.check_systems)
         monkeypatch.setattr(sweep, "average", lambda paths, to: to.write_text(str(paths)))
         monkeypatch.setattr(sweep, "measure_speeds", self.measure)
 
-    @staticmethod
-    def check_systems(comparison):
-        comparison.count("sizes")
-        comparison.systems = {
-            name: {"options": {"arch": name}, "parameters": 1000 + len(name)}
-            for name in comparison.args.systems
-        }
-
-    def prepare(self, corpus, languages, vocabulary, output, cut_source=None):
-        self.ran.append("prepare")
-        output.mkdir()
+    def prepare(self, output):
+        os.mkdir(output)
         for split in ("valid", "test"):
-            (output / f"{split}.en").write_text((self.verses / f"{split}.en").read_text())
+            shutil.copy(self.verses / f"{split}.en", output)
 
-    def run(self, commands, command, log, watch=None):
+    def run(self, commands, command, log, read=None, title=""):
         command = [str(word) for word in command]
         name = os.path.basename(command[0])
         if name == "fairseq-train":
-            system = command[command.index("--arch") + 1]
-            name, rate = f"train {system}", command[command.index("--lr") + 1]
+            rate = command[command.index("--lr") + 1]
             checkpoints = Path(command[command.index("--save-dir") + 1])
+            name = f"train {checkpoints.parents[2].name}"  # SYSTEM/RATE/SEED/checkpoints
             if rate != "2e-3":
                 name += f" at {rate}"
             self.restored = [word for word in command if word.endswith("_2.pt")]
@@ -68,7 +62,9 @@ class Played:
         log.parent.mkdir(parents=True, exist_ok=True)
         if name == self.broken:
             raise Failed(f"fairseq-train failed; its log ends with\n{self.why}")
-        if name == "fairseq-preprocess":
+        if name == "python":
+            self.prepare(command[command.index("--output") + 1])
+        elif name == "fairseq-preprocess":
             os.mkdir(command[command.index("--destdir") + 1])
         elif name.startswith("train"):
             checkpoints.mkdir(parents=True, exist_ok=True)
@@ -88,7 +84,7 @@ class Played:
                 lines = [line.replace("the", "a") for line in lines]
             with open(f"{folder}/generate-test.txt", "w") as file:
                 file.writelines(f"D-{n}\t-0.1\t{line}\n" for n, line in enumerate(lines))
-            watch("INFO:fairseq.logging.progress_bar::      3 / 4 wps=204\n")
+            Bar(read, title)("INFO:fairseq.logging.progress_bar::      3 / 4 wps=204\n")
 
     def measure(self, args, words, checkpoints):
         self.ran.append("measure")
@@ -109,6 +105,7 @@ def valid_line(updates, loss):
 
 def speed(seconds, turns=2):
     return {
+        "parameters": 1000,
         "training": {"turns": [seconds] * turns, "seconds": seconds, "memory": 2**20},
         "generation": {"turns": [2 * seconds, seconds], "seconds": seconds, "memory": None},
         "seconds_per_update": seconds,

@@ -4,15 +4,16 @@ import os
 import shutil
 
 import pytest
+import torch
 from comparisons import dictionaries, refusal
 
 pytest.importorskip("fairseq")
 
 from pipeline.common import fairseq, systems
 from pipeline.common.fairseq import CPU_ENVIRONMENT
-from pipeline.common.models import parse_words
+from pipeline.common.models import build_model, configure, parse_words
 from pipeline.common.systems import words
-from pipeline.compare import sizes, sweep
+from pipeline.compare import sweep
 from pipeline.compare.flags import training_words
 
 # --- Sizes ---
@@ -25,17 +26,14 @@ def test_parameters_are_within_five_percent(tmp_path, preset, task):
         pytest.skip("the models of mt, with fewer positions: as on the CPU")
     args = sweep.parse(["--preset", preset, "--task", task, "--data", str(tmp_path)])
     data = dictionaries(tmp_path / "bin", args.languages, 3992)
-    target = sizes.reference_size(args, data)
-    counts = {name: sizes.fit(args, data, name, target)[1] for name in args.systems}
+    counts = {}
+    for name, flags in args.systems.items():
+        cfg, task = configure(training_words(args, data, flags))
+        with torch.device("meta"):
+            model = build_model(cfg.model, task)
+        counts[name] = sum(parameter.numel() for parameter in model.parameters())
     assert max(counts.values()) <= 1.02 * min(counts.values())  # 1.05 is asked for
-    assert counts[args.reference] == target
     assert {"talkconv", "transformer", "lightconv", "dynamicconv"} <= counts.keys()
-
-
-def test_sizes_that_differ_are_an_error():
-    sizes.check_sizes({"a": 100, "b": 105})
-    with pytest.raises(ValueError, match=r"within 5%, got a 100, b 106"):
-        sizes.check_sizes({"a": 100, "b": 106})
 
 
 # --- What is refused ---
@@ -67,7 +65,7 @@ def test_options_that_cannot_be_used(tmp_path, capsys, arguments, expected):
 def test_numbers_that_cannot_be_used(tmp_path, capsys, option, value):
     with pytest.raises(SystemExit):
         sweep.main([f"{option}={value}", "--out", str(tmp_path / "run")])
-    expected = f"{option}: expected a whole number of at least 1, got '{value}'"
+    expected = f"{option}: expected at least 1, got {value}"
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
@@ -108,11 +106,10 @@ def test_systems_of_ones_own(tmp_path, monkeypatch):
     assert list(args.systems) == ["mine", "talkconv"]
     assert "mine" in sweep.parse([]).systems
     data = dictionaries(tmp_path / "bin", args.languages, 3992)
-    fitted, parameters = sizes.fit(args, data, "mine", sizes.reference_size(args, data))
-    assert fitted["encoder-ffn-embed-dim"] == "512" and parameters > 1_000_000
     # A system's flags replace what all share.
-    mine = parse_words(training_words(args, data, fitted, "2e-3"))
-    other = parse_words(training_words(args, data, args.reference_flags, "2e-3"))
+    mine, other = (
+        parse_words(training_words(args, data, flags, "2e-3")) for flags in args.systems.values()
+    )
     assert (mine.warmup_updates, other.warmup_updates) == (3, 400)
     assert mine.encoder_max_left == "7,7,7" and mine.lr == other.lr == [2e-3]
 

@@ -181,26 +181,28 @@ def test_curves_are_the_log(tmp_path):
         curves_figure({})
 
 
-def two_runs():
+def two_runs(folder):
     """What the quick start of the language models leaves: two legs of each of two models."""
-    log = Log()
     for start, arch in ((0, "transformer_lm"), (100, "talkconv_lm")):
+        log = Log()
         log.start(start, f"q/{arch}/steady", arch)
         log.train(start + 10, 10, 9.0)
         log.say(start + 11, SAVED % (f"q/{arch}/steady", 10))
         log.start(start + 20, f"q/{arch}/falling", arch, loaded=(f"q/{arch}/steady", 10))
         log.train(start + 24, 20, 7.0)
-    return log
+        log.write(folder / "training" / arch / "train.log")
+    (folder / "log.txt").write_text("what other commands print\n")
+    return folder
 
 
-def test_a_log_of_two_runs(tmp_path):
-    path = two_runs().write(tmp_path / "quick" / "log.txt")
+def test_a_folder_of_two_runs(tmp_path):
+    path = two_runs(tmp_path / "quick")
     runs = read_runs(path)
-    assert list(runs) == ["transformer_lm", "talkconv_lm"]
+    assert list(runs) == ["talkconv_lm", "transformer_lm"]
     for run in runs.values():
         assert points(run["train"], "updates", "seconds") == [(10, 10), (20, 15)]
         assert run["valid"] == []
-    with pytest.raises(ValueError, match="expected the log of one run, got those of transformer_l"):
+    with pytest.raises(ValueError, match="the log of one run, got those of talkconv_lm, trans"):
         read_log(path)
 
 
@@ -234,11 +236,11 @@ def test_epochs_subsets_and_logs_without_times(tmp_path):
 
 def test_plot_training_command(tmp_path, capsys):
     first = resumed().write(tmp_path / "first" / "log.txt")
-    two_runs().write(tmp_path / "two" / "log.txt")
+    two_runs(tmp_path / "two")
     output = tmp_path / "out" / "curves.png"
     arguments = [str(first), f"second={first.parent}", str(tmp_path / "two")]
     assert plot_training.main([*arguments, "--output", str(output)]) == 0
-    names = "first, second, two transformer_lm, two talkconv_lm"
+    names = "first, second, two talkconv_lm, two transformer_lm"
     assert capsys.readouterr().out == f"written: {output} of {names}\n"
     assert output.read_bytes().endswith(b"IEND\xaeB`\x82")
     assert [path.name for path in output.parent.iterdir()] == ["curves.png"]

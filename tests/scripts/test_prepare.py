@@ -439,7 +439,7 @@ def test_what_is_there_twice(tmp_path):
     "arguments, expected",
     [
         (["--data", "/no/such"], "--data: expected a folder, a file or an address, got /no/such"),
-        (["--workers", "0"], "--workers: expected a whole number of at least 1, got '0'"),
+        (["--workers", "0"], "--workers: expected at least 1, got 0"),
         (["--pretokenized", "d", "--data", "e"], "--pretokenized: expected no --data"),
         (["--pretokenized", "/no/such"], "No such file or directory: '/no/such/train.de'"),
         (["--fast"], "--fast: no such option"),

@@ -140,7 +140,7 @@ def test_bad_input_is_one_line_before_anything_is_made(tmp_path):
     assert refusal(name, *here, "--dta", "x") == (
         "reproduce.sh: unrecognized arguments: --dta x (see --help)"
     )
-    assert "--average: invalid positive int value: '0'" in refusal(name, "--average", 0, *here)
+    assert "--average: expected at least 1, got 0" in refusal(name, "--average", 0, *here)
     assert "optimization.max_updat: Key" in refusal(name, *here, "optimization.max_updat=3")
     assert "expected GROUP.KEY=VALUE, got 'twice'" in refusal(name, "twice", *here)
     assert "no scripts/prepare_wmt17_zh_en.sh" in refusal("wmt17_zh_en/talkconv", "--data", "x")

@@ -7,14 +7,12 @@
 The encoder-decoders have the same sizes and layers, random weights, and no embeddings in common
 (tied ones would make them repeat one word). The convolutions have GLU, and kernels as wide as
 TaLK's windows. fairseq's DynamicConv always unfolds; `dynamicconv-band` has the encoder's
-convolutions in fairseq's other form, band matrices. Each hypothesis is as long as its source.
+convolutions in band matrices. Each hypothesis is as long as its source.
 
 First checks that scores of beam search, and logits of decoding step by step, equal those of a full
 pass over the same tokens. Then runs the models in turn and takes medians. Tokens are those of the
-best hypotheses, with their ends. Peak memory is what a batch takes beyond the model: of PyTorch's
-allocator on CUDA, and of the process on Linux without it.
-
-Writes a table, PREFIX.json (after each turn) and PREFIX.png.
+best hypotheses, with their ends. Peak memory is what a batch takes beyond the model. Writes a
+table, PREFIX.json (after each turn) and PREFIX.png.
 """
 
 from dataclasses import asdict

@@ -175,7 +175,7 @@ def main(arguments=None):
     """Run the command; `arguments` are those of the command line by default."""
     options = parser("gpu_report.sh", __doc__)
     add = options.add_argument
-    add("--minutes", type=at_least(0.1), default=9, help="the time it may take (default: 9)")
+    add("--minutes", type=at_least(0.1, float), default=9, help="the time it may take (default: 9)")
     add("--out", type=Path, default=Path("gpu_report"), help="folder (default: gpu_report)")
     add("--dry-run", action="store_true", help="only say what it would do")
     args = options.parse_args(arguments)

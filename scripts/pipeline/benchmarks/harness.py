@@ -108,21 +108,6 @@ def summarise(results, ours, **amounts):
                 row["speed_up"] = statistics.median(b / a for a, b in zip(our_turns, row["turns"]))
 
 
-def training_speeds(steps, turns=5, report=None):
-    """Time `steps`, {name: callable}, in turn, after one call of each to warm up.
-
-    `report` is called with the result so far after each turn. Returns {name: seconds of each turn}.
-    """
-    for step in steps.values():
-        step()
-    speeds = {name: [] for name in steps}
-    for count, name in enumerate(in_turn(steps, turns), 1):
-        speeds[name].append(timed(steps[name])[0])
-        if report is not None and count % len(steps) == 0:
-            report(speeds)
-    return speeds
-
-
 # --- Memory ---
 
 

@@ -17,6 +17,7 @@ from pipeline.benchmarks import harness
 from pipeline.benchmarks.harness import Unavailable, one_of, several, show_progress
 from pipeline.common.command import at_least
 from pipeline.common.models import build_model, parse_words
+from pipeline.common.systems import words
 
 MODELS = ("talkconv", "transformer", "lightconv", "dynamicconv", "dynamicconv-band")
 
@@ -71,21 +72,19 @@ def model_options(name, sizes, windows, glu, positions, language_model=False):
         options[f"{side}-layers"] = count
         if kind == "talkconv":
             options[f"{side}-max-left"] = ",".join(map(str, largest))
-            options[f"{'' if glu else 'no-'}{side}-glu"] = None
+            options[f"{'' if glu else 'no-'}{side}-glu"] = True
         elif arch == "lightconv":
             sided = 2 if side == "encoder" else 1
             options[f"{side}-conv-type"] = "dynamic" if kind == "dynamicconv" else "lightweight"
-            options[f"{side}-glu"] = glu
+            options[f"{side}-glu"] = str(glu)
             options[f"{side}-kernel-size-list"] = [sided * window + 1 for window in largest]
     return options
 
 
 def configure(options, task="translation"):
-    """Return fairseq's configuration of `options`; a value of None is that of a flag."""
-    words = ["", "--task", task]  # without data
-    for option, value in options.items():
-        words += [f"--{option}"] if value is None else [f"--{option}", str(value)]
-    return convert_namespace_to_omegaconf(parse_words(words))
+    """Return fairseq's configuration of `options`; see systems.words."""
+    given = ["", *words({"task": task, **options})]  # without data
+    return convert_namespace_to_omegaconf(parse_words(given))
 
 
 def build(cfg, task, band=()):

@@ -9,18 +9,13 @@ A step is the `train_step` of fairseq's Trainer: forward, label-smoothed cross-e
 models: cross-entropy), backward, Adam. The models have the same sizes, layers and dropouts and no
 embeddings in common; the convolutions' kernels are as wide as TaLK's windows, and have gates before
 them in the language models alone. fairseq's DynamicConv unfolds its windows; `dynamicconv-band` has
-fairseq's other form, band matrices. With TALK_MATMUL_PRECISION=medium in the environment, float32
-has matrix products in bfloat16.
-
-Sentences are of random words, batched by length as fairseq-train does it: source lengths are
-log-normal (median 20 tokens), targets about as long. A turn runs over --batches of these batches,
-spread over the lengths.
+band matrices. Sentences are of random words, source lengths log-normal (median 20 tokens), targets
+about as long; a turn runs over --batches of them, spread over the lengths.
 
 First checks loss and gradients of TaLK against the reference backend, and of band matrices against
-unfolded windows, without dropout. Then runs the models in turn and takes medians. Tokens are those
-of the target, without padding. Peak memory is what a step takes beyond model and optimizer.
-
-Writes a table, PREFIX.json (after each turn) and PREFIX.png.
+unfolded windows. Then runs the models in turn and takes medians. Tokens are those of the target,
+without padding. Peak memory is what a step takes beyond model and optimizer. Writes a table,
+PREFIX.json (after each turn) and PREFIX.png.
 """
 
 import contextlib
@@ -43,7 +38,7 @@ from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.trainer import Trainer
 
 # Flags of fairseq-train for each precision.
-PRECISIONS = {"float32": {}, "float16": {"fp16": None}, "bfloat16": {"bf16": None}}
+PRECISIONS = {"float32": {}, "float16": {"fp16": True}, "bfloat16": {"bf16": True}}
 TASKS = {  # the models of each, and the default of --batches
     "translation": {"sizes": Sizes(), "windows": [1, 3, 7, 15], "dropout": 0.3, "batches": 4},
     "lm": {
@@ -80,7 +75,7 @@ def build_trainer(name, precision, args):
         **PRECISIONS[precision],
     }
     if args.device == "cpu":
-        given["cpu"] = None
+        given["cpu"] = True
     if name == "talkconv":
         given |= {"offset-dropout": ATTENTION_DROPOUT, "input-dropout": 0}
         given["activation-fn"] = "relu"  # as the others
@@ -89,7 +84,7 @@ def build_trainer(name, precision, args):
     if not lm:
         given |= {"criterion": "label_smoothed_cross_entropy", "label-smoothing": 0.1}
     elif name in ("talkconv", "transformer"):
-        given["decoder-normalize-before"] = None  # lightconv_lm has no other form
+        given["decoder-normalize-before"] = True  # lightconv_lm has no other form
     cfg = models.configure(given, "language_modeling" if lm else "translation")
     task = models.build_task(args.sizes.vocabulary)
     if lm:

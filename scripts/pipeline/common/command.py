@@ -1,6 +1,7 @@
 """How the commands stop: one line on the standard error, and an exit status."""
 
 import argparse
+import contextlib
 import math
 import os
 import subprocess
@@ -76,18 +77,13 @@ def parser(name, description, epilog=None):
     )
 
 
-def at_least(least):
-    """Return a type for argparse: a number of at least `least`, and whole where `least` is."""
-    kind = type(least)
+def at_least(least, kind=int):
+    """Return a type for argparse: a finite number of `kind` that is not below `least`."""
 
-    def number(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not least <= value < math.inf:
-            name = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"expected {name} of at least {least}, got {text!r}")
-        return value
+    def parse(text):
+        with contextlib.suppress(ValueError):
+            if least <= kind(text) < math.inf:
+                return kind(text)
+        raise argparse.ArgumentTypeError(f"expected at least {least}, got {text}")
 
-    return number
+    return parse

@@ -1,12 +1,13 @@
 """Running fairseq's commands: their environment, their logs, their checkpoints."""
 
 import concurrent.futures
+import contextlib
+import functools
 import os
 import re
 import shlex
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 from tqdm import tqdm
@@ -42,30 +43,9 @@ def set_environment(device):
         os.execve(sys.executable, sys.orig_argv, os.environ | wanted)
 
 
-def command(name):
-    """Return the path of a command of this environment, such as ``fairseq-train``."""
-    return Path(sys.executable).parent / name
-
-
 def in_words(words):
     """Return a command as a line that a shell takes."""
     return shlex.join(str(Path(word).name if n == 0 else word) for n, word in enumerate(words))
-
-
-def binarising(corpus, languages, output):
-    """Return the words of fairseq-preprocess for what prepare_corpus.py wrote.
-
-    Two languages share a dictionary.
-    """
-    end = "" if len(languages) == 2 else f".{languages[0]}"
-    sides = ["--only-source"]
-    if len(languages) == 2:
-        sides = ["--source-lang", languages[0], "--target-lang", languages[1]]
-        sides += ["--joined-dictionary"]
-    prefixes = []
-    for split in ("train", "valid", "test"):
-        prefixes += [f"--{split}pref", corpus / "pieces" / f"{split}{end}"]
-    return ["fairseq-preprocess", *sides, "--workers", "2", *prefixes, "--destdir", output]
 
 
 class Commands:
@@ -87,36 +67,37 @@ class Commands:
         if threads:
             self.environment.setdefault("OMP_NUM_THREADS", str(threads))
         self.inherited = [lock.fileno()] if lock else []
-        self.stopped, self._running, self._guard = False, set(), threading.Lock()
+        self.stopped, self._running = False, []
 
-    def run(self, words, log, watch=None):
+    def run(self, words, log, read=None, title=""):
         """Run a command until it ends; what it prints is appended to the file `log`.
 
-        `watch` is called with each line. Raises Failed, with the end of the log.
+        `read` and `title` are those of its `Bar`. Raises Failed, with the end of the log.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "a", encoding="utf-8") as file, subprocess.Popen(
-            [str(word) for word in words], cwd=ROOT, env=self.environment,
-            pass_fds=self.inherited, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace",
-        ) as process:  # fmt: skip
-            with self._guard:
-                self._running.add(process)
-                if self.stopped:  # while it started
-                    process.terminate()
+        start = functools.partial(
+            subprocess.Popen, cwd=ROOT, env=self.environment, pass_fds=self.inherited,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        )  # fmt: skip
+        with (
+            open(log, "a", encoding="utf-8") as file,
+            contextlib.closing(Bar(read, title)) as bar,
+            start([str(word) for word in words]) as process,
+        ):
+            self._running.append(process)
+            if self.stopped:  # while it started
+                process.terminate()
             try:
                 for line in process.stdout:
                     file.write(line)
                     file.flush()
-                    if watch:
-                        watch(line)
+                    bar(line)
             except BaseException:
                 process.terminate()
                 process.wait()  # it holds what it inherited, such as the lock of a folder
                 raise
             finally:
-                with self._guard:
-                    self._running.discard(process)
+                self._running.remove(process)
         if process.returncode:
             tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
             signalled = f"was killed by signal {-process.returncode}"
@@ -126,108 +107,74 @@ class Commands:
 
     def side_by_side(self, work, items, jobs):
         """Call ``work(*item)`` with each item, in `jobs` threads; what stops one stops all."""
-
-        def unless_stopped(*item):
-            if self.stopped:
-                return
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+            futures = [pool.submit(work, *item) for item in items]
             try:
-                work(*item)
+                for future in concurrent.futures.as_completed(futures):
+                    future.result()
             except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
                 self.stopped = True
+                for process in self._running.copy():
+                    process.terminate()
                 raise
 
-        pool = concurrent.futures.ThreadPoolExecutor(jobs)
-        try:
-            futures = [pool.submit(unless_stopped, *item) for item in items]
-            ended = concurrent.futures.wait(futures, return_when="FIRST_EXCEPTION").done
-            for future in ended:
-                future.result()
-        except BaseException:
-            self.stop()
-            raise
-        finally:
-            pool.shutdown()
 
-    def stop(self):
-        """Stop what runs, and what is started later."""
-        with self._guard:
-            self.stopped = True
-            for process in self._running:
-                process.terminate()
+class Bar:
+    """Shows the progress of a command of fairseq; call it with each line of its log.
 
+    A bar on a terminal; elsewhere, and where there is a title, a line for each tenth.
 
-class _Bar:
-    """A bar on a terminal; elsewhere, and where there is a title, a line for each tenth.
-
-    Call it with each line of the log of a command that runs with the bar's `options`.
+    Args:
+        read: ``read(line)`` returns the share that is done, from 0 to 1, and a text; or None for a
+            line that does not tell. None shows nothing.
+        title: what is running, where other commands run beside it.
     """
 
-    options = ()
+    def __init__(self, read, title=""):
+        self.read, self.title, self.tenth, self.bar = read, title, -1, None
 
-    def __init__(self, title=""):
-        self.title, self.tenth = title, -1
-        self.bar, self.drawn = None, sys.stdout.isatty() and not title
-
-    def show(self, share, text):
-        """Show that a share from 0 to 1 is done, and the text."""
-        share = min(1.0, share)
-        if self.drawn and self.tenth < 0:
+    def __call__(self, line):
+        if not (found := self.read and self.read(line)):
+            return
+        share, text = min(1.0, found[0]), found[1]
+        if sys.stdout.isatty() and not self.title:
             form = "{percentage:3.0f}%|{bar:40}| {desc}"
             self.bar = self.bar or tqdm(total=100, file=sys.stdout, bar_format=form)
             self.bar.n = round(100 * share)
             self.bar.set_description_str(text)
-            if share == 1:
-                self.close()
         elif int(10 * share) > self.tenth:
             self.tenth = int(10 * share)
             before = f"{self.title}: " if self.title else ""
             show(f"{before}{share:4.0%}  {text}")
 
     def close(self):
-        """Leave the bar as it is and go to a line of its own; nothing more is shown."""
-        self.tenth = 10
-        if self.bar:
+        """Leave the bar as it is, and go to a line of its own."""
+        if self.bar is not None:
             self.bar.close()
-            self.bar = None
 
 
-class TrainingBar(_Bar):
-    """Shows the progress of a training from the lines of its log; call it with each of them.
+def training(share):
+    """Return what `Bar` reads of fairseq-train: ``share(updates)`` is what is done by then."""
 
-    A bar on a terminal; elsewhere, and where `title` says that other trainings run beside it, a
-    line for each tenth.
+    def read(line):
+        tag, numbers = statistics(line) or (None, None)
+        if tag == "train_inner":
+            done = int(numbers["num_updates"])
+            text = f"update {done:,}, loss {numbers['loss']:g}, perplexity {numbers['ppl']:g}"
+            return share(done), text
 
-    Args:
-        updates: that the training makes.
-        share: ``share(updates so far)``, how much is done, from 0 to 1, where that is not the
-            share of the updates (None).
-    """
-
-    options = ("--log-format", "json")
-
-    def __init__(self, updates, title="", share=None):
-        super().__init__(title)
-        self.share = share or (lambda done: done / updates)
-
-    def __call__(self, line):
-        logged = statistics(line)
-        if not logged or logged[0] != "train_inner":
-            return
-        numbers = logged[1]
-        done = int(numbers["num_updates"])
-        text = f"update {done:,}, loss {numbers['loss']:g}, perplexity {numbers['ppl']:g}"
-        self.show(self.share(done), text)
+    return read
 
 
-class BatchBar(_Bar):
-    """The same for fairseq-generate, whose log counts its batches with ``--log-interval 1``."""
+def generation(line):
+    """Read for `Bar` a line of fairseq-generate, which counts batches with ``--log-interval 1``."""
+    if counted := re.search(r": +(\d+) / (\d+) wps=", line):
+        done, count = map(int, counted.groups())
+        return done / count, f"batch {done:,} of {count:,}"
 
-    options = ("--log-format", "simple")
 
-    def __call__(self, line):
-        if counted := re.search(r": +(\d+) / (\d+) wps=", line):
-            done, count = map(int, counted.groups())
-            self.show(done / count, f"batch {done:,} of {count:,}")
+# --- Checkpoints ---
 
 
 def updates_of(checkpoint):
@@ -238,6 +185,13 @@ def updates_of(checkpoint):
 def numbered(folder):
     """Return the checkpoints of a run that name a number of updates, the newest last."""
     return sorted(folder.glob("checkpoint_*_*.pt"), key=updates_of)
+
+
+def resuming(folder, origin=None):
+    """Return the words with which fairseq-train goes on with a run, or begins it at `origin`."""
+    found = [*numbered(folder)[-1:], folder / "checkpoint_last.pt", origin]
+    restored = [path for path in found if path and path.exists()][:1]
+    return ["--save-dir", folder, *(["--restore-file", restored[0]] if restored else [])]
 
 
 def last_checkpoints(folder, updates, count):

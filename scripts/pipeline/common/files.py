@@ -1,21 +1,29 @@
 """Text and JSON files; what is written is written whole or not at all."""
 
+import contextlib
 import json
 import os
 import shutil
 
 
-def write_whole(path, text):
-    """Write ``text`` to ``path``: other processes, and runs after a killed one, see all or nothing.
+@contextlib.contextmanager
+def whole(path):
+    """Give, as a context, a path to write, which becomes `path` at its end: whole or not at all.
 
     Several may write it at once, also on several nodes; the last one stays.
     """
     part = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.partial")
     try:
-        part.write_text(text, encoding="utf-8", newline="\n")
+        yield part
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def write_whole(path, text):
+    """Write `text` to `path`, whole or not at all."""
+    with whole(path) as part:
+        part.write_text(text, encoding="utf-8", newline="\n")
 
 
 def write_json(path, value):

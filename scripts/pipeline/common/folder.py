@@ -1,6 +1,7 @@
 """A folder that one run at a time works in, step by step, each step done once."""
 
 import fcntl
+from collections.abc import Mapping
 
 from pipeline.common.command import BadInput
 from pipeline.common.files import read_json, remove, write_json
@@ -52,18 +53,29 @@ class Folder:
         """
         self.check()
         self.acquire()
-        if restart:
-            for pattern in (*self.made, self.settings.name):
-                for path in [*self.path.glob(pattern), *self.path.glob(f"{pattern}.partial")]:
-                    remove(path)
         try:
-            before = read_json(self.settings) if self.settings.exists() else {}
-            after = self._merged(before, settings, growing) if before else settings
+            if restart:
+                for pattern in (*self.made, self.settings.name):
+                    for path in [*self.path.glob(pattern), *self.path.glob(f"{pattern}.partial")]:
+                        remove(path)
+            there = read_json(self.settings) if self.settings.exists() else None
+            before = there or settings
+            for key in growing:  # what is there stays, beside what is new
+                others, ours = before.get(key, {}), settings[key]
+                before, settings = before | {key: ours | others}, settings | {key: others | ours}
+            old, new = flat(before), flat(settings)
+            for key in [*new, *old]:
+                if old.get(key) != new.get(key):
+                    raise BadInput(
+                        f"{self.option}: {self.path} holds a {self.what} with other settings "
+                        f"({key}: {str(old.get(key))[:80]}, not {str(new.get(key))[:80]}); choose "
+                        "another folder, or --restart to replace it"
+                    )
+            if settings != there:
+                write_json(self.settings, settings)
         except BaseException:
             self.close()
             raise
-        if after != before:
-            write_json(self.settings, after)
 
     def acquire(self):
         """Make and lock the folder. Raises BadInput if another run holds the lock."""
@@ -77,21 +89,6 @@ class Folder:
                 f"{self.option}: another {self.what}, or a command of one that was killed, is "
                 f"running in {self.path}; wait for it or choose another folder"
             ) from None
-
-    def _merged(self, before, settings, growing):
-        """`settings` with the entries of `growing` that were there. Raises BadInput."""
-        pairs = [(k, before.get(k), v) for k, v in settings.items() if k not in growing]
-        for key in growing:
-            there = before.get(key, {})
-            pairs += [(name, there[name], v) for name, v in settings[key].items() if name in there]
-        for key, old, new in map(_first_difference, pairs):
-            if old != new:
-                raise BadInput(
-                    f"{self.option}: {self.path} holds a {self.what} with other settings ({key}: "
-                    f"{str(old)[:80]}, not {str(new)[:80]}); choose another folder, or --restart "
-                    "to replace it"
-                )
-        return settings | {key: before.get(key, {}) | settings[key] for key in growing}
 
     def close(self):
         """Let go of the lock."""
@@ -115,14 +112,15 @@ class Folder:
         return True
 
 
-def _first_difference(pair):
-    """The pair ``(key, old, new)``, or that of the first entry of dictionaries that differs."""
-    key, old, new = pair
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in old | new:
-            if old.get(name) != new.get(name):
-                return _first_difference((f"{key}.{name}", old.get(name), new.get(name)))
-    return pair
+def flat(nested, prefix=""):
+    """Return ``{"model.dropout": 0.3}`` of nested dictionaries."""
+    found = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
 
 
 def show(text=""):

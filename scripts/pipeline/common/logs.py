@@ -1,61 +1,18 @@
 """Read the logs of fairseq's trainings: the numbers of each run over updates and wall-clock."""
 
-import ast
+import contextlib
 import json
 import math
-import os
 import re
 from datetime import datetime
 from pathlib import Path
 
-_TIME = re.compile(r"\[?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,](\d+))?\]?")
+_TIME = re.compile(r"\[?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?)")
 _INTERVAL = re.compile(r"epoch \d+:\s+\d+ / \d+ (.*=.*)")
 _EPOCH = re.compile(r"epoch \d+ \| (?:valid on '([^']+)' subset \| )?(.+)")
 _JSON = re.compile(r'\{"epoch": .*\}')
-_OPTIONS = re.compile(r"\{'_name': None, 'common': .*\}")
-_LOADED = re.compile(r"Loaded checkpoint (.+) \(epoch \d+ @ (\d+) updates\)")
+_LOADED = re.compile(r"No existing checkpoint found|Loaded checkpoint .+ @ (\d+) updates\)")
 _SAVED = re.compile(r"Saved checkpoint .+ \(epoch \d+ @ (\d+) updates")
-
-
-class _Run:
-    """A run while its log is read; `curves` has an entry list for each tag of fairseq."""
-
-    def __init__(self):
-        self.arch, self.folders, self.curves = None, set(), {}
-        self.forget_all()
-
-    def forget_all(self):
-        """Go back to before the first update."""
-        self.curves, self.clock, self.clocks = {}, 0.0, {0: 0.0}
-
-    def resume(self, updates):
-        """Forget what came after `updates`, and set the clock to what it was there."""
-        for tag, entries in self.curves.items():
-            self.curves[tag] = [entry for entry in entries if entry["updates"] <= updates]
-        self.clocks = {at: clock for at, clock in self.clocks.items() if at <= updates}
-        self.clock = self.clocks[max(self.clocks)]
-
-    def add(self, tag, entry):
-        entries = self.curves.setdefault(tag, [])
-        while entries and entries[-1]["updates"] >= entry["updates"]:
-            entries.pop()  # the same once more
-        entries.append(entry)
-
-    def finished(self):
-        """Return the run as `read_log` does."""
-        intervals, epochs = self.curves.pop("train_inner", []), self.curves.pop("train", [])
-        return {"train": intervals or epochs, "valid": [], **self.curves}
-
-
-def _numbers(pairs):
-    """Return the pairs (name, text) that are numbers, as a dictionary."""
-    numbers = {}
-    for name, value in pairs:
-        try:
-            numbers[name] = float(value)
-        except (TypeError, ValueError):
-            continue
-    return numbers
 
 
 def statistics(line):
@@ -75,114 +32,92 @@ def statistics(line):
         pairs = [(k.removeprefix(f"{tag}_"), value) for k, value in logged.items()]
         tag = tag or "train_inner"
     elif found := _INTERVAL.search(line):
-        tag, pairs = "train_inner", [pair.split("=", 1) for pair in found[1].split(", ")]
+        tag, pairs = "train_inner", [pair.partition("=")[::2] for pair in found[1].split(", ")]
     elif found := _EPOCH.search(line):
         tag = found[1] or "train"
-        pairs = [pair.split(" ", 1) for pair in found[2].split(" | ") if " " in pair]
+        pairs = [pair.partition(" ")[::2] for pair in found[2].split(" | ")]
     else:
         return None
-    numbers = _numbers(pair for pair in pairs if len(pair) == 2)
+    numbers = {}
+    for name, value in pairs:
+        with contextlib.suppress(TypeError, ValueError):  # a text
+            numbers[name] = float(value)
     return (tag, numbers) if "num_updates" in numbers else None
 
 
-def _options(line):
-    """Return ``(save_dir, arch)`` where fairseq-train tells its options, else None."""
-    if not (found := _OPTIONS.search(line)):
-        return None
-    save_dir = re.search(r"'save_dir': ('[^']*'|\"[^\"]*\")", found[0])
-    arch = re.search(r"'model': (?:\{'_name': |Namespace\(.*?\barch=)'(\w+)'", found[0])
-    arch = arch or re.search(r"\barch='(\w+)'", found[0])
-    return save_dir and ast.literal_eval(save_dir[1]), arch and arch[1]
-
-
 def _read(path):
-    """Return the `_Run` of each training in the log `path`, in the order of their beginnings."""
-    runs, run, options, began, base = [], None, (None, None), None, 0.0
+    """Return what `read_log` does of the file `path`; None where there is nothing of a training."""
+    curves, clocks, clock, began, base = {}, {0: 0.0}, 0.0, None, 0.0
     text = path.read_text(encoding="utf-8", errors="replace")
     for line in re.split(r"[\r\n]+", text):  # a progress bar ends with \r
         found = _TIME.match(line)
-        now = None
-        if found:
-            now = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S").timestamp()
-            now += float(f"0.{found[2]}") if found[2] else 0.0
-
-        if started := _options(line):
-            options, began = started, None
-        elif "No existing checkpoint found" in line or (found := _LOADED.search(line)):
-            updates = 0 if "No existing" in line else int(found[2])
-            folder, arch = options
-            same = [other for other in runs if folder in other.folders]
-            if updates and not same:
-                source = os.path.dirname(found[1])
-                same = [other for other in runs if source in other.folders] or runs[-1:]
-            if same:
-                run = same[-1]
-            else:
-                run = _Run()
-                runs.append(run)
-            run.resume(updates) if updates else run.forget_all()
-            run.arch = arch or run.arch
-            run.folders |= {folder} - {None}
-            began, base = None, run.clock
+        now = datetime.fromisoformat(found[1]).timestamp() if found else None
+        if found := _LOADED.search(line):
+            # A session begins: what came after its checkpoint is forgotten, and the clock is set.
+            at = int(found[1] or 0)
+            for tag, entries in curves.items():
+                curves[tag] = [entry for entry in entries if entry["updates"] <= at]
+            clocks = {updates: clock for updates, clock in clocks.items() if updates <= at}
+            base = clock = clocks[max(clocks)]
+            began = None
         elif "begin training epoch" in line and began is None:
             began = now
-        elif run and (found := _SAVED.search(line)) and now and began:
-            run.clocks[int(found[1])] = base + max(0.0, now - began)
+        elif (found := _SAVED.search(line)) and now and began:
+            clocks[int(found[1])] = base + max(0.0, now - began)
         elif logged := statistics(line):
             tag, numbers = logged
-            if run is None:  # a log that lacks its beginning
-                run = _Run()
-                runs.append(run)
             if began is None and now is not None:
                 began = now - numbers.get("wall", 0.0)
             updates = int(numbers.pop("num_updates"))
             # Without times, fairseq's own clock, which stands still in a resumed session.
             seconds = numbers.get("wall") or math.nan
             if now is not None:
-                seconds = run.clock = max(run.clock, base + now - began)
-                run.clocks[updates] = run.clock
+                seconds = clock = clocks[updates] = max(clock, base + now - began)
             if "ppl" not in numbers and "loss" in numbers:
                 bits = numbers.get("nll_loss", numbers["loss"])
                 numbers["ppl"] = 2**bits if bits < 1000 else math.inf
-            run.add(tag, {**numbers, "updates": updates, "seconds": seconds})
-    return [run for run in runs if any(run.curves.values())]
+            entries = curves.setdefault(tag, [])
+            while entries and entries[-1]["updates"] >= updates:
+                entries.pop()  # the same once more
+            entries.append({**numbers, "updates": updates, "seconds": seconds})
+    curves = {tag: entries for tag, entries in curves.items() if entries}
+    intervals, epochs = curves.pop("train_inner", []), curves.pop("train", [])
+    run = {"train": intervals or epochs, "valid": [], **curves}
+    return run if any(run.values()) else None
 
 
 def read_runs(path):
-    """Return the trainings in the log `path` (a file, or a folder with one): ``{name: run}``.
+    """Return the trainings at `path`, a log or a folder with one: ``{name: run}``.
 
-    A run is as `read_log` returns it. Names are the archs where there are several runs. A session
-    that resumes a checkpoint belongs to the run that saved it; one that begins anew in the folder
-    of an earlier one replaces that.
+    A run is as `read_log` returns it. The folder of a quick start may have several, in
+    ``training/NAME/train.log``.
 
     Raises ValueError if there is no log or nothing of a training in it.
     """
     path = Path(path)
     if path.is_dir():
-        logs = sorted({*path.glob("*.log"), *path.glob("log.txt")})
-        found = [(log, runs) for log in logs if (runs := _read(log))]
-        if len(found) != 1:
-            got = " and ".join(log.name for log, _ in found) or "none"
+        logs = [*path.glob("*.log"), *path.glob("log.txt")]
+        runs = {log.name: run for log in sorted(logs) if (run := _read(log))}
+        if len(runs) > 1:
+            got = " and ".join(runs)
             raise ValueError(f"{path}: expected one log of fairseq-train in the folder, got {got}")
-        runs = found[0][1]
-    elif path.is_file():
-        runs = _read(path)
+        logs = [] if runs else sorted(path.glob("training/**/train.log"))
+        runs |= {log.parent.name: run for log in logs if (run := _read(log))}
         if not runs:
-            raise ValueError(
-                f"{path}: expected a log of fairseq-train in the formats simple or json, got none "
-                "of its statistics"
-            )
-    else:
+            raise ValueError(f"{path}: expected one log of fairseq-train in the folder, got none")
+        return runs
+    if not path.is_file():
         raise ValueError(f"{path}: expected a log or a folder with one, got no such file")
-    named = {}
-    for number, run in enumerate(runs, 1):
-        name = run.arch or f"run {number}"
-        named[name if name not in named else f"{name} {number}"] = run.finished()
-    return named
+    if run := _read(path):
+        return {path.name: run}
+    raise ValueError(
+        f"{path}: expected a log of fairseq-train in the formats simple or json, got none of its "
+        "statistics"
+    )
 
 
 def read_log(path):
-    """Return the one training in the log `path` (a file, or a folder with one).
+    """Return the one training at `path` (a log, or a folder with one).
 
     It is ``{"train": entries, "valid": entries}`` and, under its name, each further subset that was
     validated on. An entry is a dictionary of all numbers that fairseq logged at one point, by
@@ -192,7 +127,8 @@ def read_log(path):
     - "seconds": wall-clock since the training began, validating and saving included, pauses between
       sessions not. From the times of the lines; where lines have none, fairseq's "wall", or nan.
 
-    Training is as of each log interval, or of each epoch where no interval was logged.
+    Training is as of each log interval, or of each epoch where no interval was logged. A session
+    that resumes a checkpoint goes on from there, and one that begins anew replaces what was before.
 
     Raises ValueError if there is no log, nothing of a training in it, or several trainings.
     """

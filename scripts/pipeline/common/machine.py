@@ -19,6 +19,13 @@ def cores():
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+def has_gpu():
+    """Return whether PyTorch can use a CUDA GPU."""
+    import torch
+
+    return torch.cuda.is_available() and torch.version.cuda is not None
+
+
 def versions():
     """Return ``{name: version}`` of Python and of the installed PACKAGES."""
     found = {"python": platform.python_version()}

@@ -9,27 +9,50 @@ from talk_fairseq.checkpoint_files import read_checkpoint
 END, UNKNOWN = "</s>", "<unk>"
 
 
-def read_tokens(path):
-    """The pieces of each line of `path` and, after each line, its end."""
-    lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    return [token for line in lines for token in (*line.split(" "), END)]
+class TestSet:
+    """The test set of a corpus of one language that prepare_corpus.py wrote.
 
+    Tokens are the pieces and an end after each line. Words are separated by spaces, and the ends
+    count as words too.
 
-def unigram_loss(train, test):
-    """The mean of ``-log2 p`` over the tokens `test`, each by how frequent it is in `train`.
-
-    Every token counts once more than it occurs, and so does the unknown one, which stands for
-    what is not in `train`.
+    Attributes:
+        counts: ``{"sentences", "words", "tokens"}``, the words without the ends.
+        unknown: how many of the tokens are not in the training text.
+        unigram_loss: the mean of ``-log2 p`` over the tokens, each by how frequent it is in the
+            training text. Every token counts once more than it occurs there, and so does the
+            unknown one, which stands for what is not there.
     """
-    counts = Counter([*train, *set(train), UNKNOWN])
-    total = counts.total()
-    return -sum(math.log2(counts.get(token, 1) / total) for token in test) / len(test)
+
+    def __init__(self, corpus, language):
+        def tokens_of(split):
+            text = (corpus / "pieces" / f"{split}.{language}").read_text(encoding="utf-8")
+            lines = text.removesuffix("\n").split("\n")
+            return [token for line in lines for token in (*line.split(" "), END)]
+
+        train, test = tokens_of("train"), tokens_of("test")
+        text = (corpus / f"test.{language}").read_text(encoding="utf-8")
+        self.counts = {
+            "sentences": test.count(END),
+            "words": len(text.split()),
+            "tokens": len(test),
+        }
+        known = set(train)
+        self.unknown = sum(token not in known for token in test)
+        counts = Counter([*train, *known, UNKNOWN])
+        logarithms = sum(math.log2(counts.get(token, 1) / counts.total()) for token in test)
+        self.unigram_loss = -logarithms / len(test)
+
+    def perplexities(self, loss):
+        """Return the perplexity of a token and of a word, of a mean loss in bits a token."""
+        words = self.counts["words"] + self.counts["sentences"]
+        return 2**loss, 2 ** (loss * self.counts["tokens"] / words)
 
 
 def read_model(checkpoint, tokens):
-    """``(row of the table without its perplexities, loss in bits a token)`` of a checkpoint.
+    """Return ``(facts, loss in bits a token)`` of a checkpoint that fairseq-eval-lm scored.
 
-    Raises ValueError if it was not scored on `tokens` tokens.
+    What that printed stands beside it, as ``NAME.txt`` of ``NAME.pt``. Raises ValueError if it was
+    not scored on `tokens` tokens.
     """
     evaluated = checkpoint.with_suffix(".txt")
     text = evaluated.read_text(encoding="utf-8")
@@ -47,10 +70,9 @@ def read_model(checkpoint, tokens):
     if scored != tokens:
         raise ValueError(f"{evaluated}: expected a score of all {tokens:,} tokens, got {scored:,}")
     state = read_checkpoint(checkpoint)
-    row = {
-        "model": checkpoint.stem,
+    facts = {
         "parameters": parameters,
         "updates": state["optimizer_history"][-1]["num_updates"],
         "seconds": round(state["extra_state"]["previous_training_time"]),
     }
-    return row, float(found[2][0])
+    return facts, float(found[2][0])

@@ -4,21 +4,10 @@ from pipeline.common.paths import PLUGIN
 from pipeline.common.systems import words
 
 
-def data_flags(args):
+def shared_flags(args):
     """Return the task, how its text is read, and the device: flags of every command."""
-    flags = {"user-dir": str(PLUGIN)}
-    if args.task == "lm":
-        # A queue of batches that is open at the end aborts a run of a language model now and then.
-        flags |= {"task": "language_modeling", "sample-break-mode": "none"}
-        flags |= {"tokens-per-sample": args.schedule.block, "data-buffer-size": 0}
-    else:
-        source, target = args.languages
-        flags |= {"task": "talk_summarization"} if args.task == "summ" else {}
-        flags |= {"source-lang": source, "target-lang": target}
-        flags |= {"max-source-positions": args.schedule.source, "max-target-positions": 1024}
-    if args.device == "cuda":
-        return flags | {"fp16": True, "num-workers": 2}
-    return flags | {"cpu": True, "num-workers": 0}
+    sides = zip(("source-lang", "target-lang"), args.languages) if len(args.languages) == 2 else ()
+    return {"user-dir": str(PLUGIN), **dict(sides), **args.commands, **args.schedule.flags}
 
 
 def training_flags(args, system, rate):
@@ -28,30 +17,18 @@ def training_flags(args, system, rate):
     """
     schedule, updates = args.schedule, args.updates
     interval = max(1, updates // schedule.checkpoints)
-    criterion = {"criterion": "cross_entropy"}
-    if args.task != "lm":
-        criterion = {"criterion": "label_smoothed_cross_entropy", "label-smoothing": 0.1}
     return {
-        **data_flags(args),
-        **criterion,
-        "optimizer": "adam",
-        "adam-betas": "(0.9, 0.98)",
-        "clip-norm": 1.0,
-        "weight-decay": 1e-4 if args.device == "cuda" else 0,
+        **shared_flags(args),
+        **args.training,
         "lr": rate,
-        "lr-scheduler": "polynomial_decay",
         "warmup-updates": min(schedule.warmup, max(1, updates // 4)),
         "total-num-update": updates,
         "max-update": updates,
         "max-tokens": schedule.max_tokens,
         "max-tokens-valid": 4 * schedule.max_tokens,
-        "validate-interval": 1_000_000,
         "validate-interval-updates": interval,
-        "save-interval": 1_000_000,
         "save-interval-updates": interval,
         "keep-interval-updates": schedule.averaged,
-        "no-epoch-checkpoints": True,
-        "log-format": "json",
         "log-interval": min(interval, 20),
         **system,
     }
@@ -74,7 +51,7 @@ def evaluation_words(args, data, checkpoint, results):
 
     Hypotheses go to the folder `results`; the perplexity of a language model is printed.
     """
-    flags = {**data_flags(args), "path": checkpoint, "gen-subset": "test"}
+    flags = {**shared_flags(args), "path": checkpoint, "gen-subset": "test"}
     if args.task == "lm":
         command, flags["max-tokens"] = "fairseq-eval-lm", 4 * args.schedule.max_tokens
     else:

@@ -5,10 +5,14 @@
 
 import statistics
 
+from matplotlib.figure import Figure
+
 from pipeline.common.files import remove, write_json, write_whole
 from pipeline.common.folder import show
 from pipeline.common.tables import markdown
 from pipeline.compare.scores import SCORES
+from pipeline.plots.curves import curves_figure
+from pipeline.plots.figures import MARKERS, add_legend, colours, save_figure
 
 TITLES = {"mt": "sacreBLEU", "lm": "perplexity", "summ": "ROUGE-L"}
 SCORE_HEADERS = {
@@ -23,15 +27,12 @@ def write_results(out, results):
     lines = "\n".join(table(results)) + "\n"
     write_json(out / "results.json", results)
     write_whole(out / "compare.md", lines)
-    figures = {"validation.png": validation_figure, "speed.png": speed_figure}
-    measured = any("score" in row and row["speed"] for row in results["systems"].values())
-    for name, figure in figures.items():
+    measured = [row for row in results["systems"].values() if "score" in row and row["speed"]]
+    for name, figure in (("validation", validation_figure), ("speed", speed_figure)):
         if measured:
-            from pipeline.plots.figures import save_figure
-
-            save_figure(figure(results), out / name)
+            save_figure(figure(results), out / f"{name}.png")
         else:
-            remove(out / name)  # of an earlier run
+            remove(out / f"{name}.png")  # of an earlier run
     show(f"\n{lines}\nEverything is in {out}")
 
 
@@ -50,8 +51,8 @@ def table(results):
         if "score" not in row or "error" in row:
             rows.append([name, row.get("error", "not trained")])
             continue
-        cells = [name, f"{row['parameters']:,}", *score_cells(task, row)]
         speed = row["speed"]
+        cells = [name, speed and f"{row['parameters']:,}", *score_cells(task, row)]
         for part, key, digits in (
             ("training", "training_tokens_per_second", 0),
             ("generation", "generated_sentences_per_second", 2),
@@ -105,7 +106,8 @@ def baseline_rows(results):
 
 def notes(results):
     """Yield what the numbers of the table are."""
-    count = max((len(row["seeds"]) for row in results["systems"].values()), default=0)
+    systems = results["systems"]
+    count = max((len(row["seeds"]) for row in systems.values()), default=0)
     test = ", ".join(f"{value:,} {name}" for name, value in results["test"].items())
     seeds = "1 seed" if count == 1 else f"{count} seeds (means ± standard deviations)"
     yield f"{results['updates']:,} updates, {seeds}; test set: {test}; {results['machine']}."
@@ -121,21 +123,20 @@ def notes(results):
     else:
         yield "Tokens are pieces and ends of lines; words are separated by spaces; ends are words."
         yield "Continuations: of 64 tokens, of which the test set gives 16; beam 5."
-    rates = {name: row["rates"] for name, row in results["systems"].items() if row.get("rates")}
+    rates = {name: row["rates"] for name, row in systems.items() if row.get("rates")}
     if rates:
-        tried = list(next(iter(rates.values()))["validation"])
+        tried = ", ".join(next(iter(rates.values()))["validation"])
         chosen = ", ".join(f"{name} {row['chosen']}" for name, row in rates.items())
-        if len(tried) == 1:
-            yield f"Peak learning rate: {tried[0]}."
-        else:
-            yield f"Peak learning rates, of {', '.join(tried)} the best in validation: {chosen}."
-        for name, row in rates.items():
-            diverged = [rate for rate, loss in row["validation"].items() if loss is None]
-            if diverged:
-                yield f"{name} diverged at {', '.join(diverged)}."
-    for name, row in results["systems"].items():
-        for seed in row.get("diverged", []):
-            yield f"{name} diverged with seed {seed}, which does not count."
+        yield f"Peak learning rates, of {tried} the best in validation: {chosen}."
+    for name, row in systems.items():
+        losses = (row.get("rates") or {}).get("validation", {})
+        diverged = [f"at {rate}" for rate, loss in losses.items() if loss is None]
+        diverged += [f"with seed {seed}, which does not count" for seed in row.get("diverged", [])]
+        if diverged:
+            yield f"{name} diverged {', '.join(diverged)}."
+    sizes = [row["parameters"] for row in systems.values() if row.get("parameters")]
+    if sizes and max(sizes) > 1.05 * min(sizes):
+        yield "The sizes differ by more than 5%."
     yield "Speeds: medians of turns in one process; peak memory: of a training step."
     if results["preset"] == "cpu":
         yield "Float32; matrix products in bfloat16 where the processor has it."
@@ -148,8 +149,6 @@ def notes(results):
 
 def validation_figure(results):
     """Return a Figure of the validation over updates and over time, a line for each seed."""
-    from pipeline.plots.curves import curves_figure
-
     runs = {}
     for name, row in results["systems"].items():
         if "score" in row and row["speed"]:
@@ -169,10 +168,6 @@ def validation_figure(results):
 
 def speed_figure(results):
     """Return a Figure of the score of each system over its speed in training and generation."""
-    from matplotlib.figure import Figure
-
-    from pipeline.plots.figures import MARKERS, colours
-
     task, systems = results["task"], results["systems"]
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
@@ -190,6 +185,5 @@ def speed_figure(results):
     for axis in axes:
         axis.margins(0.15)
         axis.grid(alpha=0.3)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    add_legend(figure, axes, 5)
     return figure

@@ -8,8 +8,10 @@ import statistics
 
 from pipeline.common.files import read_lines
 from pipeline.common.generated import read_hypotheses
+from talk_fairseq.rouge import KINDS, rouge, version
 
 SCORES = {"mt": "bleu", "lm": "perplexity_per_token", "summ": "rouge_l"}  # that a system's is
+OTHERS = {"mt": (), "lm": ("perplexity_per_word",), "summ": tuple(KINDS)}  # also means over seeds
 LEADS = (*range(3, 31), 40, 50, 75, 100)  # words that a lead baseline may have
 
 
@@ -24,12 +26,13 @@ def score(results, corpus, languages, folder_of):
 
     Raises ValueError if a run did not score the whole test set.
     """
-    task = {"mt": score_translations, "lm": score_models, "summ": score_summaries}[results["task"]]
-    task(results, corpus, languages, folder_of)
+    task = results["task"]
+    functions = {"mt": score_translations, "lm": score_models, "summ": score_summaries}
+    functions[task](results, corpus, languages, folder_of)
     for row in results["systems"].values():
-        scores = [seed[SCORES[results["task"]]] for seed in row["seeds"].values()]
-        if scores:
-            row["score"] = statistics.mean(scores)
+        if seeds := row["seeds"].values():
+            row["score"] = statistics.mean(seed[SCORES[task]] for seed in seeds)
+            row |= {key: statistics.mean(seed[key] for seed in seeds) for key in OTHERS[task]}
 
 
 def score_translations(results, corpus, languages, folder_of):
@@ -60,44 +63,30 @@ def score_translations(results, corpus, languages, folder_of):
                 p=result.p_value if tested else None,
             )
     for row in systems.values():
-        seeds = list(row["seeds"].values())
-        if seeds:
+        if seeds := row["seeds"].values():
             row["interval"] = [statistics.mean(s["interval"][i] for s in seeds) for i in (0, 1)]
-            tested = [s["p"] for s in seeds if s["p"] is not None]
-            row["p"] = max(tested, default=None)
+            row["p"] = max((s["p"] for s in seeds if s["p"] is not None), default=None)
 
 
 def score_models(results, corpus, languages, folder_of):
     """Score by the perplexity per token and per word, also of the unigram."""
-    from pipeline.common import perplexity
+    from pipeline.common.perplexity import TestSet, read_model
 
-    train, test = (
-        perplexity.read_tokens(corpus / "pieces" / f"{split}.{languages[0]}")
-        for split in ("train", "test")
-    )
-    sentences = test.count(perplexity.END)
-    words = len((corpus / f"test.{languages[0]}").read_text(encoding="utf-8").split())
-    results["test"] = {"sentences": sentences, "words": words, "tokens": len(test)}
+    test = TestSet(corpus, languages[0])
+    results["test"] = test.counts
 
     def perplexities(loss):
-        by_word = 2 ** (loss * len(test) / (words + sentences))
-        return {"perplexity_per_token": 2**loss, "perplexity_per_word": by_word}
+        return dict(zip(("perplexity_per_token", "perplexity_per_word"), test.perplexities(loss)))
 
     for name, row in results["systems"].items():
         for seed, scores in row["seeds"].items():
             checkpoint = folder_of(name, seed) / "averaged.pt"
-            scores.update(perplexities(perplexity.read_model(checkpoint, len(test))[1]))
-        if row["seeds"]:
-            row["perplexity_per_word"] = statistics.mean(
-                scores["perplexity_per_word"] for scores in row["seeds"].values()
-            )
-    results["unigram"] = perplexities(perplexity.unigram_loss(train, test))
+            scores.update(perplexities(read_model(checkpoint, test.counts["tokens"])[1]))
+    results["unigram"] = perplexities(test.unigram_loss)
 
 
 def score_summaries(results, corpus, languages, folder_of):
     """Score by ROUGE, also of the first words of the sources."""
-    from talk_fairseq.rouge import KINDS, rouge, version
-
     text = {
         (split, side): read_lines(corpus / f"{split}.{side}")
         for split in ("valid", "test")
@@ -111,9 +100,6 @@ def score_summaries(results, corpus, languages, folder_of):
         for seed, scores in row["seeds"].items():
             folder = folder_of(name, seed) / "generated"
             scores.update(rouge(read_hypotheses(folder, len(references)), references))
-        if row["seeds"]:
-            for kind in KINDS:
-                row[kind] = statistics.mean(scores[kind] for scores in row["seeds"].values())
 
     def lead(split, words):
         return [" ".join(line.split()[:words]) for line in text[split, source]]

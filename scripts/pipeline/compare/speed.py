@@ -16,33 +16,32 @@ def measure_speeds(args, words, checkpoints):
         words: ``{system: the words after fairseq-train}``.
         checkpoints: ``{system: its averaged checkpoint}``.
     """
-    from pipeline.benchmarks.harness import PeakMemory, training_speeds
+    from pipeline.benchmarks.harness import PeakMemory, in_turn, timed
 
     steps = {name: build_measured(args, words[name], checkpoints[name]) for name in words}
     _, task = configure(next(iter(words.values())))
     work = {"training": training_batches(args, task), "generation": test_batches(args, task)}
-    rows = {name: {} for name in words}
+    rows = {name: {"parameters": step["parameters"]} for name, step in steps.items()}
     for what, batches in work.items():
-        for name, row in rows.items():
-            show(f"{what}: {name}, warming up")
-            for batch in batches:  # all, so that what is allocated once is there
-                steps[name][what](batch)
-            with PeakMemory(args.device) as peak:
-                tokens = sum(steps[name][what](batch) for batch in batches)
-            row[what] = {"tokens": tokens, "memory": peak.bytes}
-
-        def report(so_far, what=what):
-            show(f"{what}: turn {len(next(iter(so_far.values())))} of {args.turns}")
-
+        show(f"measuring {what}")
         # Batch by batch in turn, as other work on the machine comes and goes within seconds.
-        timed = {
+        calls = {
             (name, i): partial(steps[name][what], batch)
             for i, batch in enumerate(batches)
             for name in words
         }
-        speeds = training_speeds(timed, args.turns, report=report)
         for name, row in rows.items():
-            turns = [sum(turn) for turn in zip(*(speeds[name, i] for i in range(len(batches))))]
+            own = [step for (of, _), step in calls.items() if of == name]
+            for step in own:  # all, so that what is allocated once is there
+                step()
+            with PeakMemory(args.device) as peak:
+                tokens = sum(step() for step in own)
+            row[what] = {"tokens": tokens, "memory": peak.bytes}
+        seconds = {call: [] for call in calls}
+        for call in in_turn(calls, args.turns):
+            seconds[call].append(timed(calls[call])[0])
+        for name, row in rows.items():
+            turns = [sum(turn) for turn in zip(*(seconds[name, i] for i in range(len(batches))))]
             row[what] |= {"turns": turns, "seconds": statistics.median(turns)}
     sentences = sum(batch["id"].numel() for batch in work["generation"])
     for row in rows.values():
@@ -57,8 +56,8 @@ def measure_speeds(args, words, checkpoints):
 def build_measured(args, words, checkpoint):
     """Return the steps of a trained model, which have a copy of it each.
 
-    They are ``{"training": step(batch), "generation": step(batch)}`` and return the tokens of the
-    batch's target, or of the best hypotheses.
+    They are ``{"training": step(batch), "generation": step(batch), "parameters": number}``; steps
+    return the tokens of the batch's target, or of the best hypotheses.
     """
     from fairseq import utils
     from fairseq.dataclass.configs import GenerationConfig
@@ -94,7 +93,8 @@ def build_measured(args, words, checkpoint):
         hypotheses = task.inference_step(generator, [copy], batch)
         return sum(len(beam[0]["tokens"]) for beam in hypotheses)
 
-    return {"training": train, "generation": generate}
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {"parameters": parameters, "training": train, "generation": generate}
 
 
 def training_batches(args, task):

@@ -1,61 +1,51 @@
 """Train TaLK and its peers on the same text and compare them; see scripts/compare.sh --help."""
 
+import argparse
 import contextlib
 import glob
-import hashlib
+import itertools
 import logging
 import math
+import re
 import signal
-import threading
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 from pipeline.common.command import BadInput, Failed, at_least, parser, run
 from pipeline.common.fairseq import (
-    BatchBar,
     Commands,
-    TrainingBar,
-    binarising,
+    generation,
     last_checkpoints,
     numbered,
+    resuming,
     set_environment,
+    training,
 )
 from pipeline.common.files import read_json, remove, write_json
-from pipeline.common.folder import Folder, show
+from pipeline.common.folder import show
 from pipeline.common.logs import read_log
-from pipeline.common.machine import cores, machine, versions
+from pipeline.common.machine import cores, has_gpu, machine, versions
 from pipeline.common.paths import ROOT
-from pipeline.common.systems import read_preset, with_width
+from pipeline.common.systems import read_systems
 from pipeline.compare.flags import evaluation_words, search, training_flags, training_words
 from pipeline.compare.report import TITLES, write_results
 from pipeline.compare.scores import score
-from pipeline.compare.sizes import check_sizes, fit, reference_size, try_step
 from pipeline.compare.speed import measure_speeds
-from pipeline.data.corpus import LONGEST, prepare, read_corpus
+from pipeline.data.corpus import LONGEST, CorpusFolder
 
 # PyTorch and fairseq take seconds to import: what needs them does so where it runs.
 
 VOCABULARY = 4000
+LANGUAGES = {"mt": ["es", "en"], "lm": ["en"], "summ": ["source", "target"]}
 
 DESCRIPTION = """\
 Trains TaLK, Transformer, LightConv, DynamicConv and ConvS2S on the same text, cut into the same
-pieces (a joint SentencePiece BPE of 4,000), with as many parameters (feed-forward layers are made
-as wide as that takes), for the same updates on the same batches, with the same schedule and seeds.
-Only the peak learning rate is each system's own: each is trained to the end at several, and the
-best on the validation set counts; further seeds have that one. Averages the last checkpoints,
-generates with the same beam, scores the test set, and measures speed and memory. Prints a table,
-and writes it with all numbers and plots to the folder.
-
-Quality comes from a number of updates, whatever else the machine does, and systems are trained side
-by side. Speed is measured in a step of its own, in one process and in turn, on batches of this
-text: a training step by fairseq's trainer, and generation by fairseq's generator, with the trained
-models. The curves over time are validation losses over updates times measured seconds per update.
-
-Systems and schedules are in configs/verses/PRESET_seq2seq.yaml and PRESET_lm.yaml; --systems takes
-what you add there. Beyond the paper are talkconv_plus (a convolution of 8 tokens before the
-windows, heads that begin with windows of all lengths, and ReLU) and talkconv_plus_wide (the same
-with longer windows; in language models heads also have largest windows of their own, and sums are
-divided by the root of each window's length).
+pieces, with as many parameters, for the same updates on the same batches, with the same schedule
+and seeds. Only the peak learning rate is each system's own: each is trained to the end at several,
+and the best on the validation set counts; further seeds have that one. Averages the last
+checkpoints, scores the test set, and measures speed and memory of all systems in turn. Systems and
+schedules are in configs/verses/; --systems takes what you add there. docs/results.md says more.
 
   --task mt     translation: sacreBLEU with a 95% interval, and p by sacreBLEU's paired bootstrap
                 against TaLK (default)
@@ -73,22 +63,20 @@ the folder:
   validation.png, speed.png          validation over updates and time; the score over speed
   settings.json                      what all systems share; another run in the folder is refused
   corpus/, binarised/                the text, in pieces and as numbers
-  systems.json                       options and parameters of each system, or why it cannot run
   SYSTEM/RATE/SEED/train.log, averaged.pt, generated/, averaged.txt (lm: perplexity)
   SYSTEM/RATE/SEED/checkpoints/      while it trains; diverged: there is nothing to average
   speeds.json                        seconds of each turn, tokens and sentences per second, memory
-
-examples:
-  scripts/compare.sh --preset cpu
-  scripts/compare.sh --preset gpu --task lm --seeds 1
-  scripts/compare.sh --task summ --data summaries --systems talkconv,transformer
-  scripts/compare.sh --updates 20 --systems talkconv,dynamicconv --lr 1e-3 --turns 1 \\
-      --out compare/smoke            only to see that all steps run
 """
-MADE = (
-    *("corpus", "binarised", "systems.json", "speeds.json", "prepare.log", "compare.md"),
-    *("results.json", "validation.png", "speed.png"),
-)
+MADE = ("speeds.json", "prepare.log", "compare.md", "results.json", "validation.png", "speed.png")
+
+
+def learning_rates(text):
+    """Return the learning rates in ``--lr``, as they are spelt there; of equal ones the last."""
+    with contextlib.suppress(ValueError):
+        spelt = {float(rate): rate for rate in text.split(",")}
+        if all(0 < rate < math.inf for rate in spelt):
+            return list(spelt.values())
+    raise argparse.ArgumentTypeError(f"expected positive numbers, got {text!r}")
 
 
 def parse(arguments=None):
@@ -109,45 +97,34 @@ def parse(arguments=None):
         help="runs of each system, with seeds 1 to N (default: 1; gpu: 3)")  # fmt: skip
     add("--updates", type=at_least(1), metavar="N",
         help="of each run (default: 1,600; lm: 1,200; summ: 2,000; gpu: 2,500)")  # fmt: skip
-    add("--lr", metavar="A,B", help="peak learning rates to try (default: the preset's)")
-    add("--jobs", type=at_least(1), metavar="N",
-        help="trainings side by side (default: one per core, at most 4; gpu: 1)")  # fmt: skip
+    add("--lr", type=learning_rates, metavar="A,B",
+        help="peak learning rates to try (default: the preset's)")  # fmt: skip
+    add("--jobs", type=at_least(1), metavar="N", help="trainings side by side (default: one per "
+        "core, at most 4; gpu: 1)")  # fmt: skip
     add("--turns", type=at_least(1), metavar="N", default=5,
         help="turns of the speed measurement (default: 5)")  # fmt: skip
     add("--restart", action="store_true", help="throw away what an earlier comparison left there")
     args = options.parse_args(arguments)
 
-    preset = read_preset(f"{args.preset}_{'lm' if args.task == 'lm' else 'seq2seq'}")
+    preset = read_systems(f"{args.preset}_{'lm' if args.task == 'lm' else 'seq2seq'}")
     args.device = "cuda" if args.preset == "gpu" else "cpu"
-    args.schedule = preset.schedules[args.task]
-    args.reference = preset.reference
-    args.reference_flags = with_width(preset.systems[preset.reference], preset.reference_ffn)
-    defaults = {
-        "seeds": args.schedule.seeds,
-        "updates": args.schedule.updates,
-        "jobs": min(cores(), 4) if args.device == "cpu" else 1,
-    }
-    for name in defaults:
-        if getattr(args, name) is None:
-            setattr(args, name, defaults[name])
-    args.rates = parse_rates(args.lr) if args.lr else list(args.schedule.rates)
-    args.systems = choose_systems(args, preset.systems)
-    args.languages = choose_languages(args)
+    args.commands, args.training = preset["commands"], preset["training"]
+    args.schedule = SimpleNamespace(**preset["schedules"][args.task])
+    args.seeds = args.seeds or args.schedule.seeds
+    args.updates = args.updates or args.schedule.updates
+    args.rates = args.lr or list(map(str, args.schedule.rates))
+    args.jobs = args.jobs or (min(cores(), 4) if args.device == "cpu" else 1)
+    args.reference = preset["reference"]
+    args.systems = choose_systems(args, preset["systems"])
+    *source, target = LANGUAGES[args.task]
+    if args.source_lang and not source:
+        raise BadInput("--source-lang: expected none with --task lm")
+    args.languages = [args.source_lang or name for name in source] + [args.target_lang or target]
+    if args.task == "summ" and args.data is None:
+        raise BadInput("--data: expected a folder with --task summ, got none")
     args.data = (args.data or ROOT / "data/bible-es-en").absolute()
     args.out = (args.out or ROOT / f"compare/{args.task}_{args.preset}").absolute()
     return args
-
-
-def parse_rates(text):
-    """Return the learning rates in ``--lr``, as they are spelt there. Raises BadInput."""
-    rates = {}
-    for rate in text.split(","):
-        with contextlib.suppress(ValueError):
-            rates[float(rate)] = rate
-            if 0 < float(rate) < math.inf:
-                continue
-        raise BadInput(f"--lr: expected positive numbers, got {text!r}")
-    return list(rates.values())
 
 
 def choose_systems(args, known):
@@ -161,21 +138,6 @@ def choose_systems(args, known):
     return {name: known[name] for name in chosen}
 
 
-def choose_languages(args):
-    """Return how the corpus's files end, the target's last. Raises BadInput."""
-    if args.task == "summ":
-        if args.data is None:
-            raise BadInput("--data: expected a folder with --task summ, got none")
-        if args.source_lang or args.target_lang:
-            raise BadInput("--source-lang, --target-lang: expected none with --task summ")
-        return ["source", "target"]
-    if args.task == "lm":
-        if args.source_lang:
-            raise BadInput("--source-lang: expected none with --task lm")
-        return [args.target_lang or "en"]
-    return [args.source_lang or "es", args.target_lang or "en"]
-
-
 class Comparison:
     """The steps of a comparison in its folder, each done once.
 
@@ -185,173 +147,104 @@ class Comparison:
         args: as `parse` returns them.
 
     Attributes:
-        systems: of systems.json.
-        rates: ``{system: {"chosen": rate, "validation": {rate: loss}}}``.
+        rates: ``{system: {"chosen": rate, "validation": {rate: loss}}}`` of those that are trained.
         failures: ``{(system, seed): why}``.
     """
 
     def __init__(self, args):
-        self.args, self.out = args, args.out
-        self.corpus, self.data = self.out / "corpus", self.out / "binarised"
-        self.folder = Folder(args.out, "comparison", MADE)
-        self.folder.check()
+        self.args = args
+        self.folder = CorpusFolder(args.out, "comparison", MADE, args.data, args.languages)
         if self.folder.settings.exists():
             earlier = read_json(self.folder.settings).get("systems", {})
-            self.folder.made = (*MADE, *map(glob.escape, earlier))
-        try:
-            self.text = read_corpus(args.data, args.languages)
-        except ValueError as error:
-            raise BadInput(str(error)) from None
-        if args.device == "cuda":
-            import torch
-
-            if not torch.cuda.is_available():
-                raise BadInput("--preset: expected cpu on a machine without a GPU, got gpu")
+            self.folder.made += map(glob.escape, earlier)
+        if args.device == "cuda" and not has_gpu():
+            raise BadInput("--preset: expected cpu on a machine without a GPU, got gpu")
         runs = len(args.rates) + 2 * args.seeds - 1  # and their evaluations
-        self.step, self.steps = 0, 4 + runs * len(args.systems)
-        self.counting = threading.Lock()  # of the steps
-        self.systems, self.rates, self.failures = {}, {}, {}
-
-    # The folder
+        self.steps, self.numbers = 3 + runs * len(args.systems), itertools.count(1)
+        self.rates, self.failures = {}, {}
 
     def open_folder(self):
         """Lock the folder. Raises BadInput if it is of other settings or in use."""
         args = self.args
-        text = "\0".join(f"{name}\n" + "\n".join(lines) for name, lines in self.text.items())
         settings = {
+            **self.folder.facts,
             "task": args.task,
             "preset": args.preset,
-            "data": str(args.data),
-            "sha256": hashlib.sha256(text.encode()).hexdigest(),
-            "languages": args.languages,
             "updates": args.updates,
             "rates": args.rates,
             "vocabulary": VOCABULARY,
             "training": training_flags(args, {}, "RATE"),
             "averaged": args.schedule.averaged,
             "generation": {} if args.task == "lm" else search(args),
-            "reference": args.reference_flags,
             "systems": args.systems,
         }
         self.folder.open(settings, args.restart, growing=["systems"])
-        threads = max(1, cores() // args.jobs)
         on_cpu = args.device == "cpu"
-        self.commands = Commands(on_cpu, threads if on_cpu else None, self.folder.lock)
+        threads = max(1, cores() // args.jobs) if on_cpu else None
+        self.commands = Commands(on_cpu, threads, self.folder.lock)
 
     def run_folder(self, name, seed, rate=None):
         """Return the folder of a run at a rate, by default the system's chosen one."""
-        return self.out / name / (rate or self.rates[name]["chosen"]) / str(seed)
+        return self.args.out / name / (rate or self.rates[name]["chosen"]) / str(seed)
 
-    def able(self):
-        """Return the systems that can run."""
-        return [name for name in self.args.systems if "error" not in self.systems[name]]
-
-    def runs(self):
-        """Return ``(system, seed)`` of those, seeds first."""
-        return [(name, seed) for seed in range(1, self.args.seeds + 1) for name in self.able()]
-
-    # Steps
+    def runs(self, first=1):
+        """Return ``(system, seed)`` of the systems that have a rate, seeds first."""
+        return [(name, seed) for seed in range(first, self.args.seeds + 1) for name in self.rates]
 
     def go(self):
         """Make all steps; return the results."""
         # fairseq and Hydra tell much of what they set up, and call much that is deprecated.
         logging.disable(logging.INFO)
         warnings.filterwarnings("ignore")
-        jobs = self.args.jobs
+        side_by_side, jobs = self.commands.side_by_side, self.args.jobs
         self.prepare()
-        self.check_systems()
-        first = [(name, 1, rate) for name in self.able() for rate in self.args.rates]
-        self.commands.side_by_side(self.train, first, jobs)
+        side_by_side(self.train, itertools.product(self.args.systems, [1], self.args.rates), jobs)
         self.choose_rates()
-        known = [run for run in self.runs() if (run[0], 1) not in self.failures]
-        others = [(name, seed, self.rates[name]["chosen"]) for name, seed in known if seed > 1]
-        self.commands.side_by_side(self.train, others, jobs)
-        self.commands.side_by_side(self.evaluate, known, jobs)
+        others = [(name, seed, self.rates[name]["chosen"]) for name, seed in self.runs(2)]
+        side_by_side(self.train, others, jobs)
+        side_by_side(self.evaluate, self.runs(), jobs)
         return self.results(self.measure())
 
-    def count(self, title):
-        """Return the title of the next step, with its number."""
-        with self.counting:
-            self.step += 1
-            return f"{self.step} of {self.steps}: {title}"
-
     def once(self, title, made, make):
-        """Make a step unless it is done; see `Folder.once`."""
-        self.folder.once(self.count(title), made, make)
+        """Make a step, which has a number, unless it is done; see `Folder.once`."""
+        self.folder.once(f"{next(self.numbers)} of {self.steps}: {title}", made, make)
 
     def prepare(self):
         """Write plain text, a SentencePiece model, the pieces, and their numbers."""
         # The task of summaries cuts sources anyway.
         cut_source = LONGEST if self.args.task == "summ" else None
+        for title, made, words in self.folder.preparation(VOCABULARY, cut_source):
 
-        def cut(partial):
-            prepare(self.text, self.args.languages, VOCABULARY, partial, cut_source)
+            def make(partial, made=made, words=words):
+                words = [partial if word == made else word for word in words]
+                self.commands.run(words, self.args.out / "prepare.log")
 
-        def binarise(partial):
-            words = binarising(self.corpus, self.args.languages, partial)
-            self.commands.run(words, self.out / "prepare.log")
-
-        self.once("cutting the corpus into pieces", self.corpus, cut)
-        self.once("binarising", self.data, binarise)
-
-    def check_systems(self):
-        """Write flags and parameters of each system to systems.json, after a step of each.
-
-        One that cannot run is tried again the next time. Raises ValueError if sizes differ.
-        """
-        args, path = self.args, self.out / "systems.json"
-        known = read_json(path) if path.exists() else {}
-        known = {name: system for name, system in known.items() if "error" not in system}
-        title = self.count("fitting sizes, and a step of each system")
-        missing = [name for name in args.systems if name not in known]
-        if missing:
-            show(f"\n== {title}")
-            target = reference_size(args, self.data)
-        for name in missing:
-            try:
-                flags, parameters = fit(args, self.data, name, target)
-                try_step(training_words(args, self.data, flags), args.device)
-                known[name] = {"options": flags, "parameters": parameters}
-                show(f"{name}: {parameters:,} parameters")
-            except Exception as error:  # whatever it is, the others can be compared
-                why = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
-                known[name] = {"error": why}
-                show(f"{name}: cannot run: {why}")
-        check_sizes({n: s["parameters"] for n, s in known.items() if "error" not in s})
-        write_json(path, known)
-        self.systems = {name: known[name] for name in args.systems}
+            self.once(title, made, make)
 
     def words(self, name, rate):
-        """Return the words after fairseq-train of a system at a rate, with its fitted width."""
-        return training_words(self.args, self.data, self.systems[name]["options"], rate)
-
-    def watched(self, bar, words, log):
-        """Run a command whose log the progress `bar` reads."""
-        with contextlib.closing(bar):
-            self.commands.run(words, log, watch=bar)
+        """Return the words after fairseq-train of a system at a rate."""
+        return training_words(self.args, self.folder.binarised, self.args.systems[name], rate)
 
     def train(self, name, seed, rate):
         """Write the average of a run's last checkpoints. Goes on from its last checkpoint.
 
         A run that diverges is out, not to be tried again; `diverged` in its folder says so.
         """
-        folder, title = self.run_folder(name, seed, rate), f"{name}, seed {seed}, at {rate}"
-        checkpoints, log = folder / "checkpoints", folder / "train.log"
-        made, diverged = folder / "averaged.pt", folder / "diverged"
+        args, folder = self.args, self.run_folder(name, seed, rate)
+        title, checkpoints = f"{name}, seed {seed}, at {rate}", folder / "checkpoints"
+        made, diverged, done = folder / "averaged.pt", folder / "diverged", checkpoints / "done"
 
         def make(partial):
-            if not (checkpoints / "done").exists():
-                newest = numbered(checkpoints)[-1:]
-                if not newest:  # nothing to go on from
+            if not done.exists():
+                if not numbered(checkpoints):  # nothing to go on from
                     remove(checkpoints)
-                    remove(log)
-                words = [*self.words(name, rate), "--seed", seed, "--save-dir", checkpoints]
-                words += ["--restore-file", newest[0]] if newest else []
-                bar = TrainingBar(self.args.updates, title if self.args.jobs > 1 else "")
-                self.watched(bar, ["fairseq-train", *words], log)
-                (checkpoints / "done").touch()
-            paths = last_checkpoints(checkpoints, self.args.updates, self.args.schedule.averaged)
-            average(paths, partial)
+                    remove(folder / "train.log")
+                words = ["fairseq-train", *self.words(name, rate), "--seed", seed]
+                read = training(lambda updates: updates / args.updates)
+                words += resuming(checkpoints)
+                self.commands.run(words, folder / "train.log", read, title if args.jobs > 1 else "")
+                done.touch()
+            average(last_checkpoints(checkpoints, args.updates, args.schedule.averaged), partial)
 
         try:
             self.once(f"training {title}", diverged if diverged.exists() else made, make)
@@ -365,37 +258,44 @@ class Comparison:
 
     def choose_rates(self):
         """Choose of each system the rate of the first seed's run with the best validation loss."""
-        for name in self.able():
+        for name in self.args.systems:
             losses = {}
             for rate in self.args.rates:
                 trained = (self.run_folder(name, 1, rate) / "averaged.pt").exists()
                 loss = self.validation(name, 1, rate)[-1]["loss"] if trained else math.nan
                 losses[rate] = loss if math.isfinite(loss) else None
             trained = {rate: loss for rate, loss in losses.items() if loss is not None}
-            if trained:
+            if not trained:
+                self.failures.setdefault((name, 1), "diverged at every learning rate")
+            if (name, 1) not in self.failures:
                 chosen = min(trained, key=trained.get)
                 self.rates[name] = {"chosen": chosen, "validation": losses}
-            else:
-                self.failures.setdefault((name, 1), "diverged at every learning rate")
 
     def fail(self, name, seed, error, title):
         """Note why there is no run, so that the others go on. Raises `error` if all are stopped."""
         if self.commands.stopped:
             raise error
-        show(f"compare.sh: {title}: {error}")
-        self.failures[name, seed] = str(error).partition(";")[0]
+        kind = "" if isinstance(error, Failed) else f"{type(error).__name__}: "
+        show(f"compare.sh: {title}: {kind}{error}")
+        self.failures[name, seed] = kind + re.split(r"[;\n]", str(error))[0][:200]
+
+    def is_trained(self, name, seed):
+        """Return whether there is a model of a run."""
+        trained = (self.run_folder(name, seed) / "averaged.pt").exists()
+        return trained and (name, seed) not in self.failures
 
     def evaluate(self, name, seed):
         """Write what the model makes of the test set, with the log of fairseq."""
         folder, title = self.run_folder(name, seed), f"{name}, seed {seed}"
-        if (name, seed) in self.failures or (folder / "diverged").exists():
+        if not self.is_trained(name, seed):
             return
         lm = self.args.task == "lm"
 
         def make(partial):
-            words = evaluation_words(self.args, self.data, folder / "averaged.pt", partial)
-            bar = BatchBar(title if self.args.jobs > 1 else "")
-            self.watched(bar, words, partial if lm else folder / "generate.log")
+            model = folder / "averaged.pt"
+            words = evaluation_words(self.args, self.folder.binarised, model, partial)
+            log, beside = partial if lm else folder / "generate.log", self.args.jobs > 1
+            self.commands.run(words, log, generation, title if beside else "")
 
         try:
             self.once(f"evaluating {title}", folder / ("averaged.txt" if lm else "generated"), make)
@@ -404,19 +304,16 @@ class Comparison:
 
     def measure(self):
         """Return what speeds.json holds, of the systems that have been trained."""
-        path = self.out / "speeds.json"
+        path = self.args.out / "speeds.json"
         checkpoints = {}  # of the first seed that was trained
         for name, seed in self.runs():
-            if not {(name, 1), (name, seed)} & self.failures.keys():
+            if self.is_trained(name, seed):
                 checkpoints.setdefault(name, self.run_folder(name, seed) / "averaged.pt")
         rates = {name: self.rates[name]["chosen"] for name in checkpoints}
-        if path.exists():
-            there = {
-                name: (len(row["training"]["turns"]), row.get("rate"))
-                for name, row in read_json(path).items()
-            }
-            if there != {name: (self.args.turns, rate) for name, rate in rates.items()}:
-                path.unlink()  # ratios are of one measurement
+        rows = read_json(path) if path.exists() else {}
+        there = {name: (len(row["training"]["turns"]), row["rate"]) for name, row in rows.items()}
+        if there != {name: (self.args.turns, rate) for name, rate in rates.items()}:
+            remove(path)  # ratios are of one measurement
 
         def make(partial):
             words = {name: self.words(name, rate) for name, rate in rates.items()}
@@ -428,9 +325,7 @@ class Comparison:
         try:
             self.once("measuring speed and memory, in turn", path, make)
         except Exception as error:  # the scores are not lost for it
-            why = f"{type(error).__name__}: {error}".partition("\n")[0]
-            show(f"compare.sh: speeds: {why}")
-            self.failures["speeds", "any"] = why
+            self.fail("speeds", "any", error, "speeds")
             return {}
         return read_json(path)
 
@@ -439,18 +334,17 @@ class Comparison:
         args = self.args
         systems = {}
         for name in args.systems:
-            row = systems[name] = {**self.systems[name], "seeds": {}}
-            row["rates"] = self.rates.get(name)
-            for seed in [seed for other, seed in self.runs() if other == name]:
-                if (name, seed) in self.failures:
-                    row.setdefault("error", f"seed {seed}: {self.failures[name, seed]}")
-                elif (name, 1) in self.failures:
-                    pass
-                elif (self.run_folder(name, seed) / "diverged").exists():
-                    row.setdefault("diverged", []).append(seed)
-                else:
-                    row["seeds"][str(seed)] = {"validation": self.validation(name, seed)}
-            row["speed"] = speeds.get(name)
+            row = systems[name] = {"options": args.systems[name], "seeds": {}}
+            row |= {"rates": self.rates.get(name), "speed": speeds.get(name)}
+            row["parameters"] = row["speed"] and row["speed"]["parameters"]
+            for (failed, seed), why in self.failures.items():
+                if failed == name:
+                    row.setdefault("error", f"seed {seed}: {why}")
+        for name, seed in self.runs():
+            if (self.run_folder(name, seed) / "diverged").exists():
+                systems[name].setdefault("diverged", []).append(seed)
+            elif self.is_trained(name, seed):
+                systems[name]["seeds"][str(seed)] = {"validation": self.validation(name, seed)}
         results = {
             "task": args.task,
             "preset": args.preset,
@@ -461,7 +355,7 @@ class Comparison:
             "machine": machine(args.device),
             "systems": systems,
         }
-        score(results, self.corpus, args.languages, self.run_folder)
+        score(results, self.folder.corpus, args.languages, self.run_folder)
         return results
 
     def validation(self, name, seed, rate=None):
@@ -477,9 +371,6 @@ def average(paths, output):
     save(average_checkpoints(paths), output)
 
 
-# --- The command ---
-
-
 def compare(arguments=None):
     """Run a comparison; return 1 if some of it failed. Raises as `pipeline.common.command.run`."""
     args = parse(arguments)
@@ -488,10 +379,8 @@ def compare(arguments=None):
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # it stops what it started
     comparison = Comparison(args)
     comparison.open_folder()
-    try:
+    with contextlib.closing(comparison.folder):
         write_results(args.out, comparison.go())
-    finally:
-        comparison.folder.close()
     if comparison.failures:
         failed = ", ".join(f"{name} (seed {seed})" for name, seed in comparison.failures)
         raise Failed(f"failed: {failed}")

@@ -10,11 +10,16 @@ is written.
 """
 
 import gzip
+import hashlib
+import json
 import zlib
 from pathlib import Path
 
 from pipeline.common import command
+from pipeline.common.command import BadInput
 from pipeline.common.files import remove, write_lines
+from pipeline.common.folder import Folder
+from pipeline.common.systems import words
 from pipeline.data.benchmarks import SPLITS
 from pipeline.data.text import learn_pieces
 
@@ -96,6 +101,49 @@ def prepare(corpus, languages, vocabulary, output, cut_source=None):
         write_lines(partial / "pieces" / name, map(" ".join, encoded))
     partial.rename(output)
     return counts
+
+
+class CorpusFolder(Folder):
+    """The folder of a run on a corpus, which is cut into pieces and binarised there.
+
+    Args:
+        path, what, made: as of Folder; `corpus` and `binarised` are added.
+        data, languages: as of `read_corpus`.
+
+    Attributes:
+        corpus: the folder that `prepare` writes.
+        binarised: what fairseq-preprocess makes of it.
+        facts: what the settings of the run say of the corpus.
+
+    Raises BadInput for a folder or a corpus that cannot be used. Makes nothing.
+    """
+
+    def __init__(self, path, what, made, data, languages):
+        super().__init__(path, what, ["corpus", "binarised", *made])
+        self.check()
+        try:
+            text = json.dumps(read_corpus(data, languages))
+        except (OSError, ValueError) as error:
+            raise BadInput(error) from None
+        self.data, self.languages = data, languages
+        self.corpus, self.binarised = path / "corpus", path / "binarised"
+        sha256 = hashlib.sha256(text.encode()).hexdigest()
+        self.facts = {"data": str(data), "sha256": sha256, "languages": languages}
+
+    def preparation(self, vocabulary, cut_source=None):
+        """Return ``(title, path, words)`` of each command, which writes the path."""
+        sides = dict(zip(("source-lang", "target-lang"), self.languages))
+        cutting = words({**sides, "vocabulary": vocabulary, "cut-source": cut_source})
+        cut = ["python", "scripts/prepare_corpus.py", "--data", self.data, *cutting]
+        kind, end = {**sides, "joined-dictionary": True}, ""
+        if len(sides) == 1:
+            kind, end = {"only-source": True}, f".{self.languages[0]}"
+        prefixes = {f"{split}pref": self.corpus / "pieces" / f"{split}{end}" for split in SPLITS}
+        binarise = ["fairseq-preprocess", *words({**kind, "workers": 2, **prefixes})]
+        return [
+            ("preparing the corpus", self.corpus, [*cut, "--output", self.corpus]),
+            ("binarising", self.binarised, [*binarise, "--destdir", self.binarised]),
+        ]
 
 
 def main(arguments=None):

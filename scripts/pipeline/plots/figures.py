@@ -1,9 +1,8 @@
 """What all pictures share: colours, panels, legends, and files that are written whole."""
 
-import os
-from pathlib import Path
-
 from matplotlib.figure import Figure
+
+from pipeline.common.files import whole
 
 # They differ in hue also to colour-blind readers, and in lightness by steps of 11 of 100, so that
 # they differ in grey too; the first few differ most.
@@ -32,14 +31,9 @@ def looks(count):
 
 def save_figure(figure, path, dpi=120, **options):
     """Write `figure` as PNG to `path`, whole or not at all; `options` are those of savefig."""
-    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    try:
+    with whole(path) as part:
         figure.savefig(part, format="png", dpi=dpi, **options)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def panel_grid(count, columns, width, height):

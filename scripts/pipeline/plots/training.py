@@ -5,16 +5,12 @@
         Transformer=checkpoints/iwslt14_de_en/transformer --output curves.png
 
 A RUN is what fairseq-train or fairseq-hydra-train printed (`--log-format simple` or `json`), or a
-folder with one such file, as the quick starts (log.txt) and scripts/train.sh (hydra_train.log)
-leave it. NAME=RUN gives it a name. A log of several runs, as that of the language models' quick
-start, gives a curve for each.
+folder with one such file, as the quick starts and scripts/train.sh leave it. NAME=RUN gives it a
+name. The folder of the language models' quick start gives a curve for each model.
 
 Draws loss, perplexity, the scores of the validation and the learning rate, over updates and over
-wall-clock. Thin lines are training; thick ones, with markers, are validation.
-
-Wall-clock is the time between the log's lines since a session began to train, so validating and
-saving count. A run that was resumed goes on with the time that it had at the checkpoint; what it
-had done beyond that counts neither as updates nor as time.
+wall-clock, in which validating and saving count. A run that was resumed goes on with the time of
+its checkpoint. Thin lines are training; thick ones, with markers, are validation.
 """
 
 from pathlib import Path
@@ -36,7 +32,7 @@ def named_runs(arguments):
         if not given or Path(argument).exists():
             path = Path(argument)
             name = path.name if path.is_dir() else path.stem
-            if path.name in ("log.txt", "hydra_train.log"):
+            if path.name in ("log.txt", "train.log", "hydra_train.log"):
                 name = path.absolute().parent.name
         found = read_runs(path)
         for arch, run in found.items():

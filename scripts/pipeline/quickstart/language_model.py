@@ -4,10 +4,10 @@ from pipeline.common.command import BadInput, run
 from pipeline.common.files import read_lines, remove, write_lines
 from pipeline.common.folder import show
 from pipeline.common.systems import words
-from pipeline.quickstart.clock import Training, kept
-from pipeline.quickstart.session import Session, announce, given, options
+from pipeline.quickstart.clock import train
+from pipeline.quickstart.session import Session, options
 
-NAME = "quickstart_lm.sh"
+NAME = "quickstart_lm"
 DESCRIPTION = """\
 Trains two small language models on the English verses in data/bible-es-en, a TaLK-Conv and a
 Transformer of the same size, each for the same time, and prints continuations of a prompt and
@@ -25,9 +25,9 @@ talk_conv(x.requires_grad_(), offsets, None, max_left=1, max_right=0).sum().back
 
 def learn(args):
     """Prepare, train, evaluate, continue and compare, but for what an earlier run has done."""
-    if "\n" in args.prompt:
-        raise BadInput("--prompt: expected one line, got several")
-    session = Session(args, [args.lang], "quickstart_lm")
+    if not args.prompt or "\n" in args.prompt:
+        raise BadInput(f"--prompt: expected one line, got {args.prompt!r}")
+    session = Session(args, [args.lang], NAME)
     models = session.settings["models"]
     trainings = {name: session.training(flags) for name, flags in models.items()}
     session.open(**trainings)
@@ -35,27 +35,25 @@ def learn(args):
 
     if not (out / "training").exists():
         # It is compiled where it is first used; neither model's time pays for that.
-        announce("compiling the operator")
+        show("\n== compiling the operator")
         device = "cuda" if session.on_gpu else "cpu"
         session.commands.run(["python", "-c", COMPILE, device], session.log)
     session.prepare()
-    each = kept(out / "training/seconds", session.seconds_left() // len(models))
     for name, command in trainings.items():
         folder, model = out / "training" / name, out / f"{name}.pt"
-        Training(session, f"training {name}", folder, command, keep=1).run(each)
+        train(session, f"training {name}", folder, command, keep=1)
         if not model.exists():
             session.run(["mv", folder / "falling/checkpoint_last.pt", model])
     for name in models:
         evaluate(session, name)
     continue_prompt(session, args.prompt)
 
-    announce("perplexity on the test set")
-    command = ["--corpus", session.corpus, "--language", args.lang, "--models"]
-    command += [*(out / f"{name}.pt" for name in models), "--output", out / "results.json"]
-    session.show(["python", "scripts/run.py", "quickstart.perplexities", *command])
-    from pipeline.quickstart import perplexities  # takes seconds: PyTorch
-
-    perplexities.main([str(word) for word in command])
+    show("\n== perplexity on the test set")
+    session.print([
+        "python", "scripts/run.py", "quickstart.perplexities", "--corpus", session.corpus,
+        "--language", args.lang, "--models", *(out / f"{name}.pt" for name in models),
+        "--output", out / "results.json",
+    ])  # fmt: skip
     session.finish()
 
 
@@ -64,7 +62,7 @@ def evaluate(session, name):
     training = session.settings["training"]
     # In blocks as in training: by default fairseq would cut others, of 1,024 tokens.
     flags = {flag: training[flag] for flag in ("sample-break-mode", "tokens-per-sample")}
-    session.keep(f"evaluating {name} on the test set", session.out / f"{name}.txt", [
+    session.once(f"evaluating {name} on the test set", session.out / f"{name}.txt", [
         "fairseq-eval-lm", session.binarised, "--user-dir", "talk_fairseq",
         "--path", session.out / f"{name}.pt", "--gen-subset", "test", *words(flags),
         "--max-tokens", 4096, *session.on_device,
@@ -77,7 +75,7 @@ def continue_prompt(session, prompt):
     if not file.exists() or read_lines(file) != [prompt]:
         remove(written)
         write_lines(file, [prompt])
-    session.keep("continuing a prompt", written, [
+    session.once("continuing a prompt", written, [
         "fairseq-interactive", session.binarised, "--user-dir", "talk_fairseq",
         "--task", "language_modeling", "--path", session.out / "talkconv_lm.pt",
         "--bpe", "sentencepiece",
@@ -85,7 +83,7 @@ def continue_prompt(session, prompt):
         "--input", file, "--sampling", "--sampling-topk", 40, "--temperature", 0.8,
         "--beam", 3, "--nbest", 3, "--max-len-b", 80, "--seed", 1, *session.on_device,
     ])  # fmt: skip
-    announce(f"continuations of: {prompt}")
+    show(f"\n== continuations of: {prompt}")
     for line in read_lines(written):
         if line.startswith("D-"):
             show(line.split("\t")[2])
@@ -93,13 +91,10 @@ def continue_prompt(session, prompt):
 
 def main(arguments=None):
     """Run the command and return its exit status."""
-    parser = options(
-        NAME, DESCRIPTION, "quickstart_lm", each="each ", data="{train,valid,test}.LANG"
-    )
+    parser = options(NAME, DESCRIPTION)
     add = parser.add_argument
-    add("--prompt", metavar="TEXT", type=given, default="Jesus said to them,",
+    add("--prompt", metavar="TEXT", default="Jesus said to them,",
         help="what the TaLK-Conv is to continue (default: %(default)s)")  # fmt: skip
-    add("--lang", metavar="LANG", type=given, default="en",
-        help="how its files end (default: en)")  # fmt: skip
+    add("--lang", metavar="LANG", default="en", help="how its files end (default: en)")
     args = parser.parse_args(arguments)
-    return run(NAME, lambda: learn(args))
+    return run(f"{NAME}.sh", lambda: learn(args))

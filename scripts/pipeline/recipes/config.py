@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.common.command import BadInput
+from pipeline.common.folder import flat
 from pipeline.common.paths import CONFIGS
 
 # What leaves a row's model and scores as they are: how often a run saves, and in which steps it
@@ -79,17 +80,6 @@ def with_overrides(config, overrides):
     )
 
 
-def flat(config, prefix=""):
-    """Return ``{"model.dropout": 0.3}`` of a nested config."""
-    options = {}
-    for key, value in OmegaConf.to_container(config).items():
-        if isinstance(value, dict):
-            options |= flat(OmegaConf.create(value), f"{prefix}{key}.")
-        else:
-            options[prefix + key] = value
-    return options
-
-
 def groups_of(config):
     """Return ``{"model": {"_name": …, "dropout": 0.3}, …}``; a group may be a name alone."""
     return {
@@ -107,7 +97,8 @@ def resolved(config):
     model = argparse.Namespace(**groups_of(config)["model"])
     if set_defaults := ARCH_CONFIG_REGISTRY.get(model._name):
         set_defaults(model)
-    return flat(config) | {f"model.{key}": value for key, value in vars(model).items()}
+    of_model = {f"model.{key}": value for key, value in vars(model).items()}
+    return flat(OmegaConf.to_container(config)) | of_model
 
 
 def differences(config, other, harmless=HARMLESS):
@@ -116,7 +107,7 @@ def differences(config, other, harmless=HARMLESS):
     An option that only an arch sets is not listed; one that a config states counts with the value
     that the other's arch sets.
     """
-    stated = flat(config).keys() | flat(other).keys()
+    stated = {key for each in (config, other) for key in flat(OmegaConf.to_container(each))}
     one, two = resolved(config), resolved(other)
     pairs = {key: (one.get(key), two.get(key)) for key in sorted(stated - harmless)}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
