@@ -7,7 +7,6 @@ import argparse
 import gzip
 import math
 import re
-import runpy
 import shutil
 from itertools import islice
 
@@ -23,6 +22,7 @@ import sentencepiece
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary, indexed_dataset
 
+from pipeline.recipes import average
 from talk_fairseq.models.released import our_options, rename_parameters, upgrade
 from talk_fairseq.models.talkconv import TaLKConvModel
 from talk_fairseq.models.talkconv_lm import TaLKConvLanguageModel
@@ -396,8 +396,7 @@ def test_averages(folder, tmp_path):
     args = published.PUBLISHED["iwslt"]()
     states = [published.checkpoint(args, WORDS, seed=seed) for seed in (0, 1)]
     paths = [save(tmp_path / f"checkpoint{n}.pt", state) for n, state in enumerate(states)]
-    script = runpy.run_path(str(ROOT / "scripts/average_checkpoints.py"))
-    script["main"](["--output", str(tmp_path / "averaged.pt"), "--inputs", *paths])
+    average.main(["--output", str(tmp_path / "averaged.pt"), "--inputs", *paths])
     mean = {
         key: (states[0]["model"][key] + states[1]["model"][key]) / 2 for key in states[0]["model"]
     }

@@ -332,7 +332,8 @@ def test_many_checkpoints_take_the_memory_of_two(tmp_path):
         torch.save(state, tmp_path / f"checkpoint{number}.pt")
     del state
     script = f"""
-import threading, time, average_checkpoints
+import threading, time
+from pipeline.recipes import average
 
 def memory():
     lines = open("/proc/self/status").read().splitlines()
@@ -346,7 +347,7 @@ def watch():
 before, peaks, running = memory(), [], True
 thread = threading.Thread(target=watch)
 thread.start()
-average_checkpoints.main(["--inputs", "{tmp_path}", "--last-epochs", "4", "--output", "mean.pt"])
+average.main(["--inputs", "{tmp_path}", "--last-epochs", "4", "--output", "mean.pt"])
 running = False
 thread.join()
 print(max(peaks) - before)

@@ -3,7 +3,6 @@
 import argparse
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -17,10 +16,9 @@ pytest.importorskip("fairseq")
 
 import numpy as np
 import torch
-from probing import (
-    quiet_environment,
-)
+from probing import quiet_environment
 
+from pipeline.recipes import average
 from talk_fairseq import checkpoint_files
 from talk_fairseq.compat import text
 
@@ -128,9 +126,8 @@ def test_validation_sees_every_sentence(data, trained):
 @pytest.mark.slow
 def test_averaging_resuming_and_finetuning(data, trained, tmp_path):
     averaged = tmp_path / "averaged.pt"
-    script = PLUGIN.parent / "scripts" / "average_checkpoints.py"
     epochs = ["--inputs", str(trained), "--last-epochs=2", "--output", str(averaged)]
-    runpy.run_path(str(script))["main"](epochs)
+    average.main(epochs)
     first, second, mean = (
         checkpoint_files.read_checkpoint(path)["model"]["encoder.layers.0.fc1.weight"]
         for path in (trained / "checkpoint1.pt", trained / "checkpoint2.pt", averaged)
