@@ -209,7 +209,9 @@ def evaluate(expression):
 
     Raises ValueError for anything else and for what gets very large, TypeError for no text.
     """
-    text = str.strip(expression)
+    if not isinstance(expression, str):
+        raise TypeError(f"expected text, got {type(expression).__name__}")
+    text = expression.strip()
     refused = ValueError(
         f"expected plain values, sums and products with numbers, got {text[:100]!r}"
     )

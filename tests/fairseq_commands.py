@@ -52,5 +52,5 @@ def run(name, *arguments, env=None, cwd=None, stdin=None):
         process.join(300)
         if process.is_alive():
             process.kill()
-            process.join()
+            raise TimeoutError(f"{name}: {output.read()[-3000:]}")
         return process.exitcode, output.read()

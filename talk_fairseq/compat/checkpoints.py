@@ -101,8 +101,10 @@ def reject_integers_as_parameters(original, self, state_dict, *args, **kwargs):
 
     def check(_, given, prefix, local_metadata, strict, missing, unexpected, errors):
         for name, parameter in self.named_parameters(remove_duplicate=False):
-            value = given.get(name, parameter)
-            if parameter.is_floating_point() and not torch.is_floating_point(value):
+            value = given.get(name)
+            if not isinstance(value, torch.Tensor) or value.is_floating_point():
+                continue
+            if parameter.is_floating_point():
                 errors.append(f"dtype mismatch for {name}: {value.dtype}, not {parameter.dtype}.")
 
     hook = self.register_load_state_dict_pre_hook(check)
@@ -132,6 +134,8 @@ def save_checkpoints_whole(original, obj, filename, async_write=False):
     Without it: fairseq tries three times to write into the same open file. After a full disk the
     file begins with the part that was written first, and nothing can read it.
     """
+    if async_write:
+        raise ValueError("--write-checkpoints-asynchronously: expected none, got it")
     for pause in (2.5, 2.5, None):  # seconds, as in fairseq
         try:
             with whole_file(filename) as file:

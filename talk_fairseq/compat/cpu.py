@@ -4,6 +4,7 @@ import os
 
 import fairseq.distributed.utils
 import fairseq.models.distributed_fairseq_model
+import fairseq.optim.amp_optimizer
 import fairseq.options
 import fairseq.trainer
 import torch
@@ -29,13 +30,13 @@ def train_bf16_without_tpu(original, *args, **kwargs):
 def refuse_fp16_on_cpu(original, self, cfg, *args, **kwargs):
     """Raise ValueError for ``--fp16`` on a CPU, before anything is trained.
 
-    ``--bf16`` and ``--memory-efficient-fp16`` run. Without it: the optimizer fails with
+    ``--bf16``, ``--memory-efficient-fp16`` and ``--amp`` run. Without it: the optimizer fails with
     ``Torch not compiled with CUDA enabled``.
     """
     common = getattr(cfg, "common", cfg)  # old scripts pass a flat Namespace
     on_cpu = common.cpu or not torch.cuda.is_available()
     if on_cpu and common.fp16 and not common.memory_efficient_fp16:
-        raise ValueError("expected a GPU for --fp16, got a CPU: use --bf16 or neither")
+        raise ValueError("expected a GPU for --fp16, got a CPU: use --bf16, --amp or neither")
     return original(self, cfg, *args, **kwargs)
 
 
@@ -50,6 +51,21 @@ def tensor_that_stays(*args, **kwargs):
 # Without it: ``--memory-efficient-fp16`` on a CPU ends at the first overflow with ``Torch not
 # compiled with CUDA enabled``: the trainer moves the norm of the gradients, then 0, to a GPU.
 overlay(fairseq.trainer, "torch", tensor=tensor_that_stays)
+
+
+@patches(fairseq.optim.amp_optimizer.AMPOptimizer, "clip_grad_norm")
+def clip_gradients_without_scaler(original, self, max_norm, aggregate_norm_fn=None):
+    """Clip the gradients of ``--amp`` without a GPU, where torch has disabled the scaler.
+
+    Raises FloatingPointError for gradients that are not finite, as without ``--amp``. Without it:
+    an AttributeError, since the disabled scaler has no scale to lower.
+    """
+    if self.scaler.is_enabled():
+        return original(self, max_norm, aggregate_norm_fn)
+    norm = self.fp32_optimizer.clip_grad_norm(max_norm, aggregate_norm_fn)
+    if not torch.isfinite(norm).all():
+        raise FloatingPointError("gradients are Nan/Inf")
+    return norm
 
 
 @patches(fairseq.distributed.utils, "infer_init_method")

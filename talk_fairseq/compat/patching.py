@@ -9,7 +9,8 @@ def patches(owner, name):
     """Replace ``owner.name`` with the decorated function, which is given the original first.
 
     Class methods stay class methods: the class comes second. The original stays at
-    ``owner.name.__wrapped__``. Raises AttributeError where fairseq has lost the name.
+    ``owner.name.__wrapped__``. What is patched already is left alone, as where a module is loaded
+    again. Raises AttributeError where fairseq has lost the name.
     """
     original = getattr(owner, name)
     of_class = isinstance(vars(owner).get(name), classmethod)
@@ -17,10 +18,14 @@ def patches(owner, name):
         original = original.__func__
 
     def patch(function):
+        if getattr(original, "patched_by", None) == function.__name__:
+            return function
+
         @functools.wraps(original, updated=())
         def patched(*args, **kwargs):
             return function(original, *args, **kwargs)
 
+        patched.patched_by = function.__name__
         setattr(owner, name, classmethod(patched) if of_class else patched)
         return function
 

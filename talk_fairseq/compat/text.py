@@ -1,4 +1,4 @@
-"""Patches of how fairseq reads text: its lines and its corpora."""
+"""Patches of how fairseq reads text: its lines, its corpora and their lengths."""
 
 import contextlib
 import functools
@@ -6,8 +6,10 @@ import itertools
 import sys
 
 import fairseq.file_chunker_utils
+import fairseq.modules.learned_positional_embedding
+import fairseq.tasks.fairseq_task
 
-from talk_fairseq.compat.patching import patches_command
+from talk_fairseq.compat.patching import patches, patches_command
 
 
 def utf8_lines(file, name):
@@ -73,3 +75,41 @@ def check_corpora_first(original, args):
         if len(set(lines.values())) > 1:
             raise ValueError(f"expected as many lines in both languages, got {lines}")
     return original(args)
+
+
+# --- Lengths ---
+
+
+@patches(fairseq.tasks.fairseq_task.FairseqTask, "filter_indices_by_size")
+def name_flags_that_limit_lengths(original, self, *args, **kwargs):
+    """Name the flags to raise where a sentence is over the maximum length.
+
+    Without it: the error names no flag but one to skip such sentences.
+    """
+    try:
+        return original(self, *args, **kwargs)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        flags = "--max-source-positions, --max-target-positions or --tokens-per-sample"
+        raise ValueError(f"{str(error).rstrip('.')}, or raise {flags}") from None
+
+
+@patches(fairseq.modules.learned_positional_embedding.LearnedPositionalEmbedding, "__call__")
+def check_learned_positions(original, self, input, incremental_state=None, positions=None):
+    """Raise ValueError that names the flags for more tokens than learned positions.
+
+    Only the number of columns is looked at, which is at least that of the positions. ``forward``
+    stays as it is for TorchScript, which compiles it. Without it: ``IndexError: index out of range
+    in self``, or on a GPU a failed assertion of the device that ends the process.
+    """
+    tokens = input.shape[1]
+    if positions is None and tokens > self.max_positions:
+        longest = int(input.ne(self.padding_idx).sum(dim=1).max())
+        if longest > self.max_positions:
+            raise ValueError(
+                f"expected at most {self.max_positions} tokens, one for each learned position, got "
+                f"{longest}: train with a larger --max-source-positions, --max-target-positions "
+                "or --tokens-per-sample"
+            )
+    return original(self, input, incremental_state, positions)

@@ -7,10 +7,12 @@ import warnings
 
 import fairseq.criterions.adaptive_loss
 import fairseq.distributed.utils
+import fairseq.models
 import fairseq.nan_detector
 import fairseq.trainer
 import fairseq.utils
 import torch
+from fairseq.modules import LayerDropModuleList
 
 from talk_fairseq.compat.patching import patches, patches_command
 
@@ -67,6 +69,24 @@ def allow_adaptive_loss_in_one_process(original, cls, cfg, task):
     if fairseq.distributed.utils.get_global_world_size() == 1:
         return cls(task, cfg.sentence_avg)
     return original(cls, cfg, task)
+
+
+@patches(fairseq.models, "DistributedFairseqModel")
+def require_legacy_ddp_for_layerdrop(original, args, model, *more, **kwargs):
+    """Raise ValueError for ``--encoder-layerdrop`` in several processes without legacy_ddp.
+
+    Without it: training ends during an update, with an error of gloo or NCCL, or of unused
+    parameters: torch's DistributedDataParallel waits for gradients of layers that were dropped.
+    With ``--find-unused-parameters`` it computes other gradients after a validation, where they
+    are accumulated.
+    """
+    dropped = any(isinstance(part, LayerDropModuleList) and part.p > 0 for part in model.modules())
+    if dropped and args.ddp_backend in ("c10d", "pytorch_ddp") and not args.tpu:
+        raise ValueError(
+            f"--ddp-backend: expected legacy_ddp to drop layers (--encoder-layerdrop, "
+            f"--decoder-layerdrop) in several processes, got {args.ddp_backend}"
+        )
+    return original(args, model, *more, **kwargs)
 
 
 # --- Runs ---

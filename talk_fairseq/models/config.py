@@ -173,7 +173,7 @@ def window_list(name, windows, layers):
     """
     given = [windows] if isinstance(windows, int) else windows
     if isinstance(windows, str):
-        entry = re.compile(r"\s*(\d+)(?:x([1-9]\d{0,3}))?\s*")
+        entry = re.compile(r"\s*(-?\d+)\s*(?:x\s*([1-9]\d{0,3}))?\s*")
         entries = [entry.fullmatch(text) for text in windows.split(",")]
         if all(entries):
             given = [int(found[1]) for found in entries for _ in range(int(found[2] or 1))]
@@ -181,6 +181,8 @@ def window_list(name, windows, layers):
         raise ValueError(
             f"{name}: expected windows such as '3,7,31x2', one a layer, got {windows!r}"
         )
+    if min(given, default=0) < 0:
+        raise ValueError(f"{name}: expected windows of at least 0 tokens, got {list(given)}")
     if len(given) != layers:
         raise ValueError(
             f"{name}: expected {layers} windows, one a layer, got {len(given)}: {given}"

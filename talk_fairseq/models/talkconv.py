@@ -130,7 +130,9 @@ class TaLKConvModelBase:
 
     @classmethod
     def add_args(cls, parser):
-        add_flags(parser, getattr(cls, "__dataclass"))  # by its name in fairseq
+        # As register_model names it; a variant may be registered without one of its own.
+        registered = (vars(base).get("__dataclass") for base in cls.__mro__)
+        add_flags(parser, next(filter(None, registered)))
 
     @classmethod
     def from_pretrained(

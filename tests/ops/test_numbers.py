@@ -189,7 +189,7 @@ def batch(seed):
             "target": target}  # fmt: skip
 
 
-@pytest.mark.parametrize("flags", [[], ["--bf16"], ["--memory-efficient-fp16"]])
+@pytest.mark.parametrize("flags", [[], ["--bf16"], ["--amp"], ["--memory-efficient-fp16"]])
 def test_training_names_the_first_module_that_made_a_nan(tmp_path, flags):
     trainer = trainer_of(tmp_path, *flags)
     trainer.train_step([batch(0)])

@@ -195,7 +195,7 @@ def test_window_list(text, layers, expected):
         ("--decoder-max-left 3,a", "decoder_max_left: expected windows such as '3,7,31x2'"),
         ("--decoder-max-left 3x0,3x6", "decoder_max_left: expected windows such as '3,7,31x2'"),
         ("--input-dropout 2", "input_dropout: expected 0 <= p < 1, got 2"),
-        ("--decoder-max-left=-1x6", "decoder_max_left: expected windows such as"),
+        ("--decoder-max-left=-1x6", "decoder_max_left: expected windows of at least 0"),
         ("--encoder-talk-heads 7", "heads: expected a divisor of channels = 512, got 7"),
         ("--offset-dropout 1.5", "offset_dropout: expected 0 <= p < 1, got 1.5"),
         ("--cross-self-attention", "cross_self_attention: expected False"),

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 import torch
-from test_numbers import trainer_of
+from test_numbers import batch, trainer_of
 
 PEAKS = """
     import gc, json, re
@@ -67,6 +67,22 @@ def test_memory_is_bounded(figure):
         assert 5e6 < full < 400e6 and half < 400e6
 
 
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_more_tokens_than_learned_positions(tmp_path, side):
+    trainer = trainer_of(
+        tmp_path, f"--{side}-learned-pos", "--max-source-positions", "8",
+        "--max-target-positions", "8",
+    )  # fmt: skip
+    message = (
+        "expected at most 8 tokens.* got 10: train with a larger --max-source-positions, --max-t"
+    )
+    with pytest.raises(ValueError, match=message):
+        trainer.train_step([batch(0)])
+    inputs = batch(0)["net_input"]
+    fitting = {"src_tokens": inputs["src_tokens"][:, :8], "src_lengths": torch.full((4,), 8)}
+    trainer.model(**fitting, prev_output_tokens=inputs["prev_output_tokens"][:, :8])
+
+
 def test_sinusoidal_positions_have_no_end(tmp_path):
     model = trainer_of(tmp_path, "--max-source-positions", "8").model.eval()
     tokens = torch.randint(4, 40, (1, 3000))
@@ -78,5 +94,6 @@ def test_a_sentence_over_the_maximum(tmp_path):
     task = trainer_of(tmp_path).task
     sentences = [torch.tensor([4, 5, 2]), torch.tensor([4] * 9 + [2])]
     dataset = task.build_dataset_for_inference(sentences, [3, 10])
-    with pytest.raises(Exception, match="max_positions=\\(8, 8\\)"):
+    message = "max_positions=\\(8, 8\\).* or raise --max-source-positions, --max-target-positions"
+    with pytest.raises(ValueError, match=message):
         task.get_batch_iterator(dataset=dataset, max_positions=(8, 8))

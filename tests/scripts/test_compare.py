@@ -263,7 +263,7 @@ def test_a_missing_seed_is_not_averaged_away(played, verses, tmp_path):
     assert sweep.main(arguments(verses, out, "--seeds", "2")) == 1
     lines = (out / "compare.md").read_text().splitlines()
     [row] = [line for line in lines if line.startswith("| talkconv ")]
-    assert "seed 2: fairseq-train failed" in row and "100.00" not in row
+    assert "seed 2: fairseq-train failed: RuntimeError: no" in row and "100.00" not in row
 
 
 def test_scores_are_those_of_sacrebleu(played, verses, tmp_path):

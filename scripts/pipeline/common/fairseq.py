@@ -113,8 +113,8 @@ class Commands:
                 for future in concurrent.futures.as_completed(futures):
                     future.result()
             except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
                 self.stopped = True
+                pool.shutdown(wait=False, cancel_futures=True)
                 for process in self._running.copy():
                     process.terminate()
                 raise

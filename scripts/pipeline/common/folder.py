@@ -56,7 +56,7 @@ class Folder:
         try:
             if restart:
                 for pattern in (*self.made, self.settings.name):
-                    for path in [*self.path.glob(pattern), *self.path.glob(f"{pattern}.partial")]:
+                    for path in [*self.path.glob(pattern), *self.path.glob(f"{pattern}*.partial")]:
                         remove(path)
             there = read_json(self.settings) if self.settings.exists() else None
             before = there or settings

@@ -6,7 +6,6 @@ import glob
 import itertools
 import logging
 import math
-import re
 import signal
 import warnings
 from pathlib import Path
@@ -119,6 +118,8 @@ def parse(arguments=None):
     *source, target = LANGUAGES[args.task]
     if args.source_lang and not source:
         raise BadInput("--source-lang: expected none with --task lm")
+    if args.task == "summ" and (args.source_lang or args.target_lang):
+        raise BadInput("--source-lang, --target-lang: expected none with --task summ")
     args.languages = [args.source_lang or name for name in source] + [args.target_lang or target]
     if args.task == "summ" and args.data is None:
         raise BadInput("--data: expected a folder with --task summ, got none")
@@ -277,7 +278,9 @@ class Comparison:
             raise error
         kind = "" if isinstance(error, Failed) else f"{type(error).__name__}: "
         show(f"compare.sh: {title}: {kind}{error}")
-        self.failures[name, seed] = kind + re.split(r"[;\n]", str(error))[0][:200]
+        what, *log = str(error).strip().splitlines()
+        reason = [what.partition(";")[0], *log[-1:]]  # the last line of a log says why
+        self.failures[name, seed] = (kind + ": ".join(reason))[:200]
 
     def is_trained(self, name, seed):
         """Return whether there is a model of a run."""

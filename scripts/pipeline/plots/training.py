@@ -5,8 +5,9 @@
         Transformer=checkpoints/iwslt14_de_en/transformer --output curves.png
 
 A RUN is what fairseq-train or fairseq-hydra-train printed (`--log-format simple` or `json`), or a
-folder with one such file, as the quick starts and scripts/train.sh leave it. NAME=RUN gives it a
-name. The folder of the language models' quick start gives a curve for each model.
+folder with one such file, as the quick starts and scripts/train.sh leave it; of several trainings
+in one file the last counts. NAME=RUN gives it a name. The folder of the language models' quick
+start gives a curve for each model.
 
 Draws loss, perplexity, the scores of the validation and the learning rate, over updates and over
 wall-clock, in which validating and saving count. A run that was resumed goes on with the time of

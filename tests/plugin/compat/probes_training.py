@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -13,6 +14,8 @@ import torch
 from fairseq import models, options, trainer
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.distributed import utils as distributed_utils
+from fairseq.models import distributed_fairseq_model
+from fairseq.modules import LayerDropModuleList
 from probing import breaks, dictionary
 
 
@@ -103,3 +106,36 @@ def pytorch_ddp_runs_on_a_cpu(tmp_path):
     with one_process_of_a_group(tmp_path) as distributed:
         model = distributed(torch.nn.Linear(2, 2), "pytorch_ddp")
         assert model(torch.ones(1, 2)).shape == (1, 2)
+
+
+class DropsItsLayers(torch.nn.Module):
+    def __init__(self, p):
+        super().__init__()
+        self.layers = LayerDropModuleList(p, [torch.nn.Linear(2, 2)])
+        self.last = torch.nn.Linear(2, 2)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+@breaks("Expected to have finished reduction")
+def layers_are_dropped_in_several_processes(tmp_path):
+    def on_a_cpu(module, device_ids, output_device, **options):
+        return torch.nn.parallel.DistributedDataParallel(module, **options)
+
+    def train(model):
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+
+    with (
+        one_process_of_a_group(tmp_path) as distributed,
+        patch.object(distributed_fairseq_model, "DistributedDataParallel", on_a_cpu),
+    ):
+        train(distributed(DropsItsLayers(0), "pytorch_ddp"))
+        train(distributed(DropsItsLayers(1), "legacy_ddp"))
+        try:
+            train(distributed(DropsItsLayers(1), "pytorch_ddp"))
+        except ValueError as error:
+            assert "--ddp-backend: expected legacy_ddp to drop layers" in str(error)

@@ -146,7 +146,7 @@ def test_averaging_resuming_and_finetuning(data, trained, tmp_path):
 
 def test_fp16_on_a_cpu_is_one_clear_line(data, tmp_path):
     line = fairseq("train", data, *TRANSLATION, "--no-save", "--fp16", fails=True)
-    assert line == "ValueError: expected a GPU for --fp16, got a CPU: use --bf16 or neither"
+    assert line == "ValueError: expected a GPU for --fp16, got a CPU: use --bf16, --amp or neither"
 
 
 def test_preprocess_checks_the_corpora_before_it_writes(corpus, tmp_path):
