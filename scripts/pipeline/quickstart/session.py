@@ -135,7 +135,7 @@ class Session:
     def once(self, title, made, command, read=None):
         """Announce, show and run a command that writes the path `made`, unless that is there.
 
-        Where the path is none of the words, it is what the command prints.
+        Where the path is none of the words, it is what the command prints. Returns whether it ran.
         """
 
         def make(partial):
@@ -143,12 +143,14 @@ class Session:
             log = self.log if made in command else partial
             self.commands.run([partial if word == made else word for word in command], log, read)
 
-        self.folder.once(title, made, make)
+        return self.folder.once(title, made, make)
 
     def prepare(self):
         """Write plain text, a SentencePiece model, and the sentences in pieces and as numbers."""
-        for step in self.folder.preparation(self.settings["vocabulary"]):
-            self.once(*step)
+        pieces, numbers = self.folder.preparation(self.settings["vocabulary"])
+        if self.once(*pieces):
+            show("\n".join(read_lines(self.log)[-3:]))  # what the text is, and how much of it
+        self.once(*numbers)
 
     def finish(self):
         """Show the list of the commands, and how long it took."""
