@@ -135,7 +135,7 @@ def save_checkpoints_whole(original, obj, filename, async_write=False):
     file begins with the part that was written first, and nothing can read it.
     """
     if async_write:
-        raise ValueError("--write-checkpoints-asynchronously: expected none, got it")
+        raise ValueError("write_checkpoints_asynchronously: expected False, got True")
     for pause in (2.5, 2.5, None):  # seconds, as in fairseq
         try:
             with whole_file(filename) as file:

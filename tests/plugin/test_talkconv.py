@@ -115,6 +115,19 @@ def test_archs_beyond_the_paper_only_add_to_the_papers(plus, paper):
         assert all(layer.activation_fn is activation for layer in layers)
 
 
+def test_a_variant_has_the_options_of_its_base():
+    """Also where it is registered without a dataclass of its own."""
+
+    class Variant(TaLKConvModel):
+        pass
+
+    setattr(Variant, "__dataclass", None)  # as register_model does then
+    parser = argparse.ArgumentParser()
+    Variant.add_args(parser)
+    given = parser.parse_args(["--encoder-max-left", "1,2", "--no-decoder-glu"])
+    assert given.encoder_max_left == "1,2" and given.decoder_glu is False
+
+
 def test_iwslt_with_glu_has_the_papers_42_million():
     cfg = from_flags("--arch", "talkconv_iwslt_de_en", "--encoder-glu", "--decoder-glu")
     million = sum(p.numel() for p in build(cfg, 8848, 6632).parameters()) / 1e6

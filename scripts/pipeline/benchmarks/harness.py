@@ -258,7 +258,6 @@ def several(kind):
     def values(text):
         return [kind(word) for word in text.split(",")]
 
-    values.__name__ = f"list of {kind.__name__}"
     return values
 
 

@@ -7,6 +7,7 @@ import pickle
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,6 +39,23 @@ def test_the_package_lists_its_patches():
         patched = re.findall(r"^@patches.*?^def (\w+)", source.read_text(), re.M | re.S)
         assert set(patched) <= listed, source.name
         assert patched or source.name in ("__init__.py", "patching.py")
+
+
+def test_a_patch_that_is_applied_again_changes_nothing():
+    owner = SimpleNamespace(count=lambda: 1)
+    for _ in range(2):
+
+        @patching.patches(owner, "count")
+        def count_one_more(original):
+            return original() + 1
+
+    assert owner.count() == 2
+
+
+def test_checkpoints_are_not_written_asynchronously(tmp_path):
+    with pytest.raises(ValueError, match="write_checkpoints_asynchronously: expected False"):
+        checkpoint_utils.torch_persistent_save({}, str(tmp_path / "a.pt"), async_write=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_row_with_one_word_left_keeps_it():
