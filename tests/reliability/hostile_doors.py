@@ -3,7 +3,7 @@
 import pytest
 
 from conftest import write_dictionaries
-from pipeline.quickstart import perplexities as compare
+from pipeline.common.perplexity import read_model
 from pipeline.recipes import average
 
 pytest.importorskip("fairseq")
@@ -56,7 +56,7 @@ def doors(folder, trainer, tmp_path_factory):
         path.with_suffix(".txt").write_text(
             "num. model params: 9\nEvaluated 9 tokens\nLoss (base 2): 5.1,\n"
         )
-        compare.read_model(path, 9)
+        read_model(path, 9)
 
     def from_pretrained(path):
         TaLKConvModel.from_pretrained(
@@ -70,5 +70,5 @@ def doors(folder, trainer, tmp_path_factory):
         "from_pretrained": from_pretrained,
         "--restore-file": lambda path: trainer.load_checkpoint(str(path)),
         "average_checkpoints.py": averages,
-        "compare_language_models.py": compares,
+        "language models scored": compares,
     }

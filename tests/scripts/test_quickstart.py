@@ -4,13 +4,12 @@ import fcntl
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 from quickstart_runs import TEST_VERSES, QuickStart, kill_group, write_verses
 
-from conftest import ROOT
+from pipeline.quickstart import translation
 
 pytest.importorskip("fairseq")
 
@@ -44,7 +43,7 @@ def test_a_run_a_second_run_and_a_restart(verses, tmp_path):
     commands = first.split("== the commands, in order\n")[1].split("\n\n")[0].splitlines()
     for line, name in zip(commands, (
         "prepare_corpus.py", "fairseq-preprocess", "--arch talkconv", "average_checkpoints.py",
-        "fairseq-generate", "quickstart.translations",
+        "fairseq-generate",
     ), strict=True):  # fmt: skip
         assert name in line
     out = tmp_path / "a run"
@@ -233,19 +232,14 @@ def test_help():
         assert option in printed
 
 
-def test_a_missing_translation_is_an_error_and_no_lower_score(tmp_path):
-    (tmp_path / "source").write_text("uno\ndos\n")
-    (tmp_path / "reference").write_text("one\ntwo\n")
-    generated = tmp_path / "generated"
-    show = [
-        sys.executable, ROOT / "scripts/run.py", "quickstart.translations", generated,
-        "--source", tmp_path / "source", "--reference", tmp_path / "reference",
-    ]  # fmt: skip
-    generated.write_text("S-1\tdos\nH-1\t-0.5\ttwo\nD-1\t-0.5\ttwo\n")
-    done = subprocess.run(show, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "hypotheses: expected 2 in" in done.stderr and "got 1; line 1 is" in done.stderr
+def test_a_missing_translation_is_an_error_and_no_lower_score(tmp_path, capsys):
+    paths = [tmp_path / name for name in ("generated", "source", "reference")]
+    for path, text in zip(paths, ("D-1\t-0.5\ttwo\n", "uno\ndos\n", "one\ntwo\n")):
+        path.write_text(text)
+    with pytest.raises(ValueError, match="hypotheses: expected 2 in .* got 1; line 1 is"):
+        translation.report(*paths)
+    assert not capsys.readouterr().out
     # Order does not matter, and a translation may be empty.
-    generated.write_text("D-1\t-0.5\ttwo\nD-0\t-0.5\t\n")
-    done = subprocess.run(show, capture_output=True, text=True, check=True)
-    assert "reference   two\ntranslation two\n" in done.stdout
+    paths[0].write_text("D-1\t-0.5\ttwo\nD-0\t-0.5\t\n")
+    translation.report(*paths)
+    assert "reference   two\ntranslation two\n" in capsys.readouterr().out

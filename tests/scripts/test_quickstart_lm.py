@@ -9,7 +9,7 @@ import torch
 from quickstart_runs import TEST_VERSES, QuickStart, write_verses
 
 from pipeline.data import corpus as prepare
-from pipeline.quickstart import perplexities as compare
+from pipeline.quickstart import language_model
 
 pytest.importorskip("fairseq")
 
@@ -55,7 +55,6 @@ def test_a_run_a_second_run_and_another_prompt(verses, tmp_path):
     for line, name in zip(commands, (
         "prepare_corpus.py", "fairseq-preprocess --only-source", "--arch transformer_lm", "mv ",
         "--arch talkconv_lm", "mv ", "fairseq-eval-lm", "fairseq-eval-lm", "fairseq-interactive",
-        "quickstart.perplexities",
     ), strict=True):  # fmt: skip
         assert name in line
 
@@ -222,16 +221,12 @@ def write_score(folder, tokens="3"):
     )
 
 
-def run_compare(folder):
-    return compare.main(
-        ["--corpus", str(folder / "corpus"), "--language", "en", "--models",
-         str(folder / "model.pt"), "--output", str(folder / "results.json")]
-    )  # fmt: skip
+def compared(folder):
+    return language_model.compare(folder / "corpus", "en", [folder / "model.pt"])
 
 
-def test_the_table_by_hand(scored, capsys):
-    assert run_compare(scored) == 0
-    results = json.loads((scored / "results.json").read_text())
+def test_the_table_by_hand(scored):
+    results = compared(scored)
     assert results["test"] == {"sentences": 1, "words": 1, "tokens": 3, "unknown tokens": 1}
     # Each once more than it occurs: "▁a" and the end 3 of 9, "b" 2, the unknown "c" 1.
     unigram, model = results["models"]
@@ -245,13 +240,14 @@ def test_the_table_by_hand(scored, capsys):
         "perplexity of a token": 4,
         "perplexity of a word": 8,
     }
-    printed = capsys.readouterr().out.splitlines()
+    printed = language_model.table(results).splitlines()
     assert printed[0].split() == (
         "model parameters updates seconds test tokens ppl/token ppl/word".split()
     )
     assert printed[1].split() == ["unigram", "3", "4.33", "9.0"]
     assert printed[2].split() == ["model", "4,152,832", "1,234", "57", "3", "4.00", "8.0"]
     assert len({len(line) for line in printed[:3]}) == 1
+    assert printed[4:] == ["on 1 sentences of 1 words; unknown tokens: 1"]
 
 
 def damage_score(folder):
@@ -270,9 +266,7 @@ def damage_score(folder):
         (lambda f: (f / "corpus/test.en").unlink(), "test.en"),
     ],
 )
-def test_a_score_of_something_else_is_an_error(scored, damage, expected, capsys):
+def test_a_score_of_something_else_is_an_error(scored, damage, expected):
     damage(scored)
-    assert run_compare(scored) == 1
-    printed = capsys.readouterr()
-    assert expected in printed.err and printed.err.count("\n") == 1 and not printed.out
-    assert not list(scored.glob("results.json*"))
+    with pytest.raises((OSError, ValueError), match=re.escape(expected)):
+        compared(scored)

@@ -1,5 +1,6 @@
 """The tasks and models that fairseq builds from the words after fairseq-train."""
 
+import argparse
 import contextlib
 import io
 import logging
@@ -15,10 +16,13 @@ def parse_words(words):
     import talk_fairseq  # noqa: F401 (patches fairseq, and registers the archs)
 
     # isort: split
-    from fairseq import options
+    from fairseq import options, utils
     from fairseq.models import ARCH_MODEL_REGISTRY
 
     logging.getLogger("fairseq").setLevel(logging.WARNING)
+    plugin = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    plugin.add_argument("--user-dir")
+    utils.import_user_module(plugin.parse_known_args(words)[0])
     arch = words[words.index("--arch") + 1]
     if arch not in ARCH_MODEL_REGISTRY:
         raise ValueError(f"--arch: expected one that fairseq knows, got {arch}")

@@ -46,12 +46,13 @@ def search(args):
     return {"beam": 5, "lenpen": 1}
 
 
-def evaluation_words(args, data, checkpoint, results):
-    """Return the words of the command that runs a model over the test set.
+def evaluation_words(args, data, system, checkpoint, results):
+    """Return the words of the command that runs a model of a `system` over the test set.
 
     Hypotheses go to the folder `results`; the perplexity of a language model is printed.
     """
     flags = {**shared_flags(args), "path": checkpoint, "gen-subset": "test"}
+    flags["user-dir"] = system.get("user-dir", flags["user-dir"])  # a variant of one's own
     if args.task == "lm":
         command, flags["max-tokens"] = "fairseq-eval-lm", 4 * args.schedule.max_tokens
     else:

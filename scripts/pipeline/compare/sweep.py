@@ -295,8 +295,8 @@ class Comparison:
         lm = self.args.task == "lm"
 
         def make(partial):
-            model = folder / "averaged.pt"
-            words = evaluation_words(self.args, self.folder.binarised, model, partial)
+            system, model = self.args.systems[name], folder / "averaged.pt"
+            words = evaluation_words(self.args, self.folder.binarised, system, model, partial)
             log, beside = partial if lm else folder / "generate.log", self.args.jobs > 1
             self.commands.run(words, log, generation, title if beside else "")
 

@@ -1,7 +1,9 @@
 """Compare two small language models of English verses; see scripts/quickstart_lm.sh --help."""
 
+from tabulate import tabulate
+
 from pipeline.common.command import BadInput, run
-from pipeline.common.files import read_lines, remove, write_lines
+from pipeline.common.files import read_lines, remove, write_json, write_lines
 from pipeline.common.folder import show
 from pipeline.common.systems import words
 from pipeline.quickstart.clock import train
@@ -14,6 +16,7 @@ Transformer of the same size, each for the same time, and prints continuations o
 the perplexity of both on the held-out test verses, beside that of a unigram. Run it again to
 resume where it stopped.
 """
+HEADER = ("model", "parameters", "updates", "seconds", "test tokens", "ppl/token", "ppl/word")
 COMPILE = """\
 import sys, torch
 from talk_fairseq import talk_conv
@@ -49,11 +52,9 @@ def learn(args):
     continue_prompt(session, args.prompt)
 
     show("\n== perplexity on the test set")
-    session.print([
-        "python", "scripts/run.py", "quickstart.perplexities", "--corpus", session.corpus,
-        "--language", args.lang, "--models", *(out / f"{name}.pt" for name in models),
-        "--output", out / "results.json",
-    ])  # fmt: skip
+    results = compare(session.corpus, args.lang, [out / f"{name}.pt" for name in models])
+    write_json(out / "results.json", results)
+    show(table(results))
     session.finish()
 
 
@@ -87,6 +88,41 @@ def continue_prompt(session, prompt):
     for line in read_lines(written):
         if line.startswith("D-"):
             show(line.split("\t")[2])
+
+
+def compare(corpus, language, checkpoints):
+    """Return the results, as they are written: ``{"test": {…}, "models": [row, …]}``.
+
+    `corpus` is what prepare_corpus.py wrote, and beside each of the `checkpoints`, as ``NAME.txt``,
+    stands what fairseq-eval-lm printed. Raises ValueError unless it has scored all tokens.
+    """
+    from pipeline.common.perplexity import TestSet, read_model  # takes seconds
+
+    test = TestSet(corpus, language)
+    losses = [({"model": "unigram"}, test.unigram_loss)]
+    for checkpoint in checkpoints:
+        facts, loss = read_model(checkpoint, test.counts["tokens"])
+        losses.append(({"model": checkpoint.stem, **facts}, loss))
+    rows = []
+    for row, loss in losses:
+        token, word = test.perplexities(loss)
+        rows.append({**row, "perplexity of a token": token, "perplexity of a word": word})
+    return {"test": {**test.counts, "unknown tokens": test.unknown}, "models": rows}
+
+
+def table(results):
+    """Return the table as text, with a line on the test set."""
+    test, rows = results["test"], [HEADER]
+    tokens = f"{test['tokens']:,}"
+    for model in results["models"]:
+        counts = [model.get(name) for name in ("parameters", "updates", "seconds")]
+        counts = ["" if count is None else f"{count:,}" for count in counts]
+        token, word = model["perplexity of a token"], model["perplexity of a word"]
+        rows.append((model["model"], *counts, tokens, f"{token:,.2f}", f"{word:,.1f}"))
+    alignment = ["left"] + ["right"] * (len(HEADER) - 1)
+    text = tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=alignment)
+    of = f"on {test['sentences']:,} sentences of {test['words']:,} words"
+    return f"{text}\n\n{of}; unknown tokens: {test['unknown tokens']:,}"
 
 
 def main(arguments=None):

@@ -2,11 +2,10 @@
 
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
-from pipeline.common.command import Failed, at_least, parser
+from pipeline.common.command import at_least, parser
 from pipeline.common.fairseq import Commands, in_words
 from pipeline.common.files import read_lines, write_lines, write_whole
 from pipeline.common.folder import show
@@ -124,13 +123,6 @@ class Session:
         """
         self.show(command)
         self.commands.run(command, log or self.log, read)
-
-    def print(self, command):
-        """Show and run a command that prints what is for the reader, not for the log."""
-        self.show(command)
-        words, environment = list(map(str, command)), self.commands.environment
-        if subprocess.run(words, env=environment).returncode:
-            raise Failed(f"{in_words(command)} failed")
 
     def once(self, title, made, command, read=None):
         """Announce, show and run a command that writes the path `made`, unless that is there.

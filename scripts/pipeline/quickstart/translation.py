@@ -1,8 +1,12 @@
 """Learn to translate Spanish verses into English; see scripts/quickstart.sh --help."""
 
+from sacrebleu.metrics import BLEU
+
 from pipeline.common.command import run
 from pipeline.common.fairseq import generation, last_checkpoints
+from pipeline.common.files import read_lines
 from pipeline.common.folder import show
+from pipeline.common.generated import read_hypotheses
 from pipeline.quickstart.clock import train
 from pipeline.quickstart.session import Session, options
 
@@ -13,6 +17,7 @@ verses, and prints the sacreBLEU score, five translations and the commands it ra
 to resume where it stopped.
 """
 AVERAGED = 5  # checkpoints
+SAMPLES = 5  # translations to show
 
 
 def learn(args):
@@ -42,12 +47,30 @@ def learn(args):
     ], generation)  # fmt: skip
 
     show("\n== five translations, and the score")
-    source, reference = (session.corpus / f"test.{language}" for language in languages)
-    session.print([
-        "python", "scripts/run.py", "quickstart.translations", translated / "generate-test.txt",
-        "--source", source, "--reference", reference,
-    ])  # fmt: skip
+    report(translated, *(session.corpus / f"test.{language}" for language in languages))
     session.finish()
+
+
+def report(generated, source, reference):
+    """Show a few translations and the score, of detokenised text against the untouched reference.
+
+    Args:
+        generated: output of fairseq-generate, a file or a folder.
+        source, reference: the sentences and their translations, as plain text.
+
+    Raises ValueError unless there is a translation of each sentence.
+    """
+    sources, references = read_lines(source), read_lines(reference)
+    hypotheses = read_hypotheses(generated, len(references))
+    # Spread evenly, so that nobody has picked them.
+    count = min(SAMPLES, len(references))
+    for number in (len(references) * (2 * i + 1) // (2 * count) for i in range(count)):
+        show(f"source      {sources[number]}")
+        show(f"reference   {references[number]}")
+        show(f"translation {hypotheses[number]}\n")
+    bleu = BLEU()
+    score = bleu.corpus_score(hypotheses, [references])
+    show(f"sacreBLEU {score.score:.2f} on {len(references):,} sentences ({bleu.get_signature()})")
 
 
 def main(arguments=None):
