@@ -17,7 +17,6 @@ from fairseq import checkpoint_utils
 import talk_fairseq  # noqa: F401  patches fairseq
 
 WORDS = 97
-MIB = 1 << 20
 OPTIONS = published.translation_args(
     "talkconv_iwslt_de_en",
     encoder_layers=2,

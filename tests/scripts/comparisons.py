@@ -73,6 +73,7 @@ class Played:
                 raise KeyboardInterrupt
             (checkpoints / "checkpoint_1_4.pt").touch()
             with open(log, "a") as file:
+                file.write("INFO | num. shared model params: 1,234 (num. trained: 1,234)\n")
                 for updates in (2, 4):
                     loss = 9 - updates + abs(2 - 1e3 * float(rate))
                     file.write(valid_line(updates, math.nan if name == self.nan else loss))
@@ -105,7 +106,6 @@ def valid_line(updates, loss):
 
 def speed(seconds, turns=2):
     return {
-        "parameters": 1000,
         "training": {"turns": [seconds] * turns, "seconds": seconds, "memory": 2**20},
         "generation": {"turns": [2 * seconds, seconds], "seconds": seconds, "memory": None},
         "seconds_per_update": seconds,

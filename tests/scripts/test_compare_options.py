@@ -14,7 +14,7 @@ from pipeline.common.fairseq import CPU_ENVIRONMENT
 from pipeline.common.models import build_model, configure, parse_words
 from pipeline.common.systems import words
 from pipeline.compare import sweep
-from pipeline.compare.flags import training_words
+from pipeline.compare.flags import evaluation_words, training_words
 
 # --- Sizes ---
 
@@ -112,6 +112,28 @@ def test_systems_of_ones_own(tmp_path, monkeypatch):
     )
     assert (mine.warmup_updates, other.warmup_updates) == (3, 400)
     assert mine.encoder_max_left == "7,7,7" and mine.lr == other.lr == [2e-3]
+
+
+VARIANT = """\
+from fairseq.models import register_model
+from talk_fairseq.models.talkconv import TaLKConvConfig, TaLKConvModel
+
+@register_model("compared_variant", dataclass=TaLKConvConfig)
+class Variant(TaLKConvModel):
+    pass
+"""
+
+
+def test_a_system_of_ones_own_user_directory(tmp_path):
+    user_dir = tmp_path / "compared_variant"
+    user_dir.mkdir()
+    (user_dir / "__init__.py").write_text(VARIANT)
+    args = sweep.parse(["--systems", "talkconv_plus"])
+    system = args.systems["talkconv_plus"] | {"arch": "compared_variant", "user-dir": user_dir}
+    data = dictionaries(tmp_path / "bin", args.languages, 3992)
+    assert parse_words(training_words(args, data, system)).arch == "compared_variant"
+    words = evaluation_words(args, data, system, "averaged.pt", "generated")
+    assert words[words.index("--user-dir") + 1] == str(user_dir)
 
 
 def test_flags_in_words():

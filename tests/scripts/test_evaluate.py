@@ -284,7 +284,7 @@ def test_a_language_model(capfd, lm_verses, trained_lm, tmp_path):
     assert status == 0 and list(result["scores"]) == ["perplexity"]
     words = sum(len(line.split()) + 1 for line in (lm_verses / "test.en").read_text().splitlines())
     assert result["scores"]["perplexity"]["tool"] == (
-        f"talk-fairseq: {words:,} words, 16 tokens of context"
+        f"fairseq-eval-lm: {words:,} words, 16 tokens of context"
     )
     output = fairseq(
         "eval-lm", lm_verses, "--path", trained_lm, *SMALL_LM[:4], "--context-window", 16,

@@ -52,7 +52,7 @@ def table(results):
             rows.append([name, row.get("error", "not trained")])
             continue
         speed = row["speed"]
-        cells = [name, speed and f"{row['parameters']:,}", *score_cells(task, row)]
+        cells = [name, f"{row['parameters']:,}", *score_cells(task, row)]
         for part, key, digits in (
             ("training", "training_tokens_per_second", 0),
             ("generation", "generated_sentences_per_second", 2),

@@ -21,7 +21,7 @@ def measure_speeds(args, words, checkpoints):
     steps = {name: build_measured(args, words[name], checkpoints[name]) for name in words}
     _, task = configure(next(iter(words.values())))
     work = {"training": training_batches(args, task), "generation": test_batches(args, task)}
-    rows = {name: {"parameters": step["parameters"]} for name, step in steps.items()}
+    rows = {name: {} for name in steps}
     for what, batches in work.items():
         show(f"measuring {what}")
         # Batch by batch in turn, as other work on the machine comes and goes within seconds.
@@ -56,8 +56,8 @@ def measure_speeds(args, words, checkpoints):
 def build_measured(args, words, checkpoint):
     """Return the steps of a trained model, which have a copy of it each.
 
-    They are ``{"training": step(batch), "generation": step(batch), "parameters": number}``; steps
-    return the tokens of the batch's target, or of the best hypotheses.
+    They are ``{"training": step(batch), "generation": step(batch)}``, and return the tokens of the
+    batch's target, or of the best hypotheses.
     """
     from fairseq import utils
     from fairseq.dataclass.configs import GenerationConfig
@@ -93,8 +93,7 @@ def build_measured(args, words, checkpoint):
         hypotheses = task.inference_step(generator, [copy], batch)
         return sum(len(beam[0]["tokens"]) for beam in hypotheses)
 
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {"parameters": parameters, "training": train, "generation": generate}
+    return {"training": train, "generation": generate}
 
 
 def training_batches(args, task):

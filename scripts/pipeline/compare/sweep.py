@@ -6,6 +6,7 @@ import glob
 import itertools
 import logging
 import math
+import re
 import signal
 import warnings
 from pathlib import Path
@@ -339,7 +340,6 @@ class Comparison:
         for name in args.systems:
             row = systems[name] = {"options": args.systems[name], "seeds": {}}
             row |= {"rates": self.rates.get(name), "speed": speeds.get(name)}
-            row["parameters"] = row["speed"] and row["speed"]["parameters"]
             for (failed, seed), why in self.failures.items():
                 if failed == name:
                     row.setdefault("error", f"seed {seed}: {why}")
@@ -348,6 +348,7 @@ class Comparison:
                 systems[name].setdefault("diverged", []).append(seed)
             elif self.is_trained(name, seed):
                 systems[name]["seeds"][str(seed)] = {"validation": self.validation(name, seed)}
+                systems[name]["parameters"] = self.parameters(name, seed)
         results = {
             "task": args.task,
             "preset": args.preset,
@@ -360,6 +361,11 @@ class Comparison:
         }
         score(results, self.folder.corpus, args.languages, self.run_folder)
         return results
+
+    def parameters(self, name, seed):
+        """Return the number of parameters of a run, as fairseq logged it."""
+        log = (self.run_folder(name, seed) / "train.log").read_text(encoding="utf-8")
+        return int(re.search(r"num\. shared model params: ([\d,]+)", log)[1].replace(",", ""))
 
     def validation(self, name, seed, rate=None):
         """Return ``[{"updates", "loss", "ppl"}, …]`` of a run, as fairseq logged them."""

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -234,41 +233,22 @@ class Evaluation:
 
     def perplexity(self, cfg, split):
         """Return the perplexity per word; every word and end of line is scored once."""
-        from fairseq import checkpoint_utils, tasks, utils
-        from fairseq.logging import progress_bar
-        from fairseq.sequence_scorer import SequenceScorer
+        from fairseq.data.data_utils import load_indexed_dataset
+        from fairseq_cli import eval_lm
 
         text = read_lines(self.data / f"{split}.{self.prepared['source_lang']}")
         words = sum(len(line.split()) + 1 for line in text)
-        context = cfg.eval_lm.context_window
-        cfg.task.tokens_per_sample -= context  # of a block, these are scored
-        task = tasks.setup_task(cfg.task)
-        models, _, task = checkpoint_utils.load_model_ensemble_and_task(
-            [cfg.common_eval.path], task=task
-        )
-        if not self.on_cpu:
-            models[0].cuda()
-        models[0].prepare_for_inference_(cfg)
-        task.load_dataset(split)
-        batches = task.eval_lm_dataloader(
-            task.dataset(split),
-            max_tokens=cfg.dataset.max_tokens,
-            max_positions=utils.resolve_max_positions(models[0].max_positions()),
-            context_window=context,
-        )
-        scorer = SequenceScorer(task.target_dictionary, softmax_batch=1024)  # limits memory
-        loss, count = 0.0, 0
-        for sample in progress_bar.progress_bar(batches, cfg.common.log_format, log_interval=100):
-            sample = sample if self.on_cpu else utils.move_to_cuda(sample)
-            for [hypothesis] in scorer.generate(models, sample):
-                loss -= hypothesis["positional_scores"].double().sum().item()
-                count += hypothesis["positional_scores"].numel()
+        tokens = load_indexed_dataset(str(self.data / split))  # its sizes live no longer than it
+        count = int(tokens.sizes.sum())
         if count != words:
             raise ValueError(
                 f"tokens: expected {words:,}, the words and ends of line of {split}, got {count:,}"
             )
-        tool = f"talk-fairseq: {words:,} words, {context} tokens of context"
-        return {"perplexity": {"score": math.exp(loss / words), "tool": tool}}
+        cfg.eval_lm.softmax_batch = 1024  # limits memory
+        cfg.dataset.data_buffer_size = 0  # a thread that reads ahead aborts a run at times
+        loss = float(eval_lm.main(cfg)["loss"])  # in bits
+        tool = f"fairseq-eval-lm: {words:,} words, {cfg.eval_lm.context_window} tokens of context"
+        return {"perplexity": {"score": 2**loss, "tool": tool}}
 
 
 def composed(given, overrides):
