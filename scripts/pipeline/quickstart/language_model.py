@@ -10,6 +10,7 @@ from pipeline.quickstart.clock import train
 from pipeline.quickstart.session import Session, options
 
 NAME = "quickstart_lm"
+TALK = "talkconv_plus_wide_lm"  # of the models, the one that continues a prompt
 DESCRIPTION = """\
 Trains two small language models on the English verses in data/bible-es-en, a TaLK-Conv and a
 Transformer of the same size, each for the same time, and prints continuations of a prompt and
@@ -78,7 +79,7 @@ def continue_prompt(session, prompt):
         write_lines(file, [prompt])
     session.once("continuing a prompt", written, [
         "fairseq-interactive", session.binarised, "--user-dir", "talk_fairseq",
-        "--task", "language_modeling", "--path", session.out / "talkconv_lm.pt",
+        "--task", "language_modeling", "--path", session.out / f"{TALK}.pt",
         "--bpe", "sentencepiece",
         "--sentencepiece-model", session.corpus / "sentencepiece.model",
         "--input", file, "--sampling", "--sampling-topk", 40, "--temperature", 0.8,

@@ -16,8 +16,8 @@ from pipeline.data.corpus import CorpusFolder
 
 MADE = (  # all that a quick start leaves in its folder, beside what is made of the corpus
     *("training", "averaged.pt", "translations", "transformer_lm.pt", "transformer_lm.txt"),
-    *("talkconv_lm.pt", "talkconv_lm.txt", "prompt.txt", "continuations.txt", "results.json"),
-    *("commands.txt", "log.txt"),
+    *("talkconv_plus_wide_lm.pt", "talkconv_plus_wide_lm.txt", "prompt.txt", "continuations.txt"),
+    *("results.json", "commands.txt", "log.txt"),
 )
 KEPT_BACK = 90  # seconds, to load fairseq several times and for what comes after training
 
