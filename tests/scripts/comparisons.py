@@ -76,7 +76,7 @@ class Played:
                 file.write("INFO | num. shared model params: 1,234 (num. trained: 1,234)\n")
                 for updates in (2, 4):
                     loss = 9 - updates + abs(2 - 1e3 * float(rate))
-                    file.write(valid_line(updates, math.nan if name == self.nan else loss))
+                    file.write(valid_line(updates, math.nan if self.nan in (name, "all") else loss))
         else:
             folder = next(word for word in command if word.endswith("generated.partial"))
             os.mkdir(folder)

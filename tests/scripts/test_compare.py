@@ -73,15 +73,18 @@ def test_each_system_has_its_best_rate_in_validation(played, verses, tmp_path):
     assert played.ran[2:] == [
         "train talkconv at 1e-3", "train talkconv", "train talkconv at 5e-3",
         "train transformer at 1e-3", "train transformer", "train transformer at 5e-3",
+        "train transformer at 5e-4",  # as the best was the lowest
         "fairseq-generate", "fairseq-generate", "measure",
     ]  # fmt: skip
     results = json.loads((out / "results.json").read_text())
     rates = results["systems"]["transformer"]["rates"]
-    assert rates == {"chosen": "1e-3", "validation": {"1e-3": 6, "2e-3": None, "5e-3": 8}}
+    losses = {"5e-4": 6.5, "1e-3": 6, "2e-3": None, "5e-3": 8}
+    assert rates == {"chosen": "1e-3", "validation": losses}
     assert results["systems"]["talkconv"]["rates"]["chosen"] == "2e-3"
     assert results["systems"]["talkconv"]["seeds"]["1"]["validation"][-1]["loss"] == 5
     table = (out / "compare.md").read_text()
-    assert "talkconv 2e-3, transformer 1e-3." in table and "transformer diverged at 2e-3" in table
+    assert "talkconv 2e-3 of 1e-3, 2e-3, 5e-3; transformer 1e-3 of 5e-4, 1e-3, 2e-3" in table
+    assert "transformer diverged at 2e-3" in table
     assert (out / "transformer/1e-3/1/generated").exists()
 
     # Another seed has the chosen rate; what diverged is not tried again.
@@ -100,7 +103,26 @@ def test_a_rate_that_failed_for_another_reason_is_no_choice(played, verses, tmp_
 
     played.broken, played.ran = None, []
     assert sweep.main(options) == 0
-    assert played.ran == ["train transformer", "fairseq-generate", "measure"]
+    assert played.ran == [
+        "train transformer", "train transformer at 4e-3", "fairseq-generate", "measure"
+    ]  # fmt: skip
+
+
+def test_rates_are_widened_until_the_best_is_inside(played, verses, tmp_path, capsys):
+    options = arguments(verses, tmp_path / "run", "--systems", "talkconv", "--lr")
+    assert sweep.main([*options, "6e-3,9e-3"]) == 0  # of which 2e-3 would be the best
+    tried = [name.rpartition(" ")[2] for name in played.ran if name.startswith("train")]
+    assert tried == ["6e-3", "9e-3", "3e-3", "1.5e-3", "7.5e-4"]
+    assert "talkconv 1.5e-3 of 7.5e-4, 1.5e-3, 3e-3, 6e-3, 9e-3." in capsys.readouterr().out
+
+
+def test_rates_are_not_widened_without_end(played, verses, tmp_path, capsys):
+    played.nan, played.why = "all", "FloatingPointError: gradients are Nan/Inf"
+    options = arguments(verses, tmp_path / "run", "--systems", "talkconv", "--lr", "1e-3,4e-3")
+    assert sweep.main(options) == 1
+    assert "failed: talkconv (seed 1)" in capsys.readouterr().err
+    tried = [name.rpartition(" ")[2] for name in played.ran if name.startswith("train")]
+    assert tried == ["1e-3", "4e-3", "5e-4", "2.5e-4", "1.25e-4", "6.25e-5"]
 
 
 def test_a_later_seed_that_diverges_does_not_count(played, verses, tmp_path):

@@ -54,7 +54,8 @@ def test_a_run_a_second_run_and_another_prompt(verses, tmp_path):
     commands = first.split("== the commands, in order\n")[1].split("\n\n")[0].splitlines()
     for line, name in zip(commands, (
         "prepare_corpus.py", "fairseq-preprocess --only-source", "--arch transformer_lm", "mv ",
-        "--arch talkconv_plus_wide_lm", "mv ", "fairseq-eval-lm", "fairseq-eval-lm", "fairseq-interactive",
+        "--arch talkconv_plus_wide_lm", "mv ", "fairseq-eval-lm", "fairseq-eval-lm",
+        "fairseq-interactive",
     ), strict=True):  # fmt: skip
         assert name in line
 

@@ -111,7 +111,9 @@ def notes(results):
     test = ", ".join(f"{value:,} {name}" for name, value in results["test"].items())
     seeds = "1 seed" if count == 1 else f"{count} seeds (means ± standard deviations)"
     yield f"{results['updates']:,} updates, {seeds}; test set: {test}; {results['machine']}."
-    if results["task"] == "mt":
+    if not count:
+        yield "Nothing is trained."
+    elif results["task"] == "mt":
         yield f"sacreBLEU {results['signature']}"
         if results.get("baseline"):
             several = ", the largest of the seeds'; intervals are their means"
@@ -125,9 +127,11 @@ def notes(results):
         yield "Continuations: of 64 tokens, of which the test set gives 16; beam 5."
     rates = {name: row["rates"] for name, row in systems.items() if row.get("rates")}
     if rates:
-        tried = ", ".join(next(iter(rates.values()))["validation"])
-        chosen = ", ".join(f"{name} {row['chosen']}" for name, row in rates.items())
-        yield f"Peak learning rates, of {tried} the best in validation: {chosen}."
+        chosen = (
+            f"{name} {row['chosen']} of {', '.join(row['validation'])}"
+            for name, row in rates.items()
+        )
+        yield f"Peak learning rates, the best in validation: {'; '.join(chosen)}."
     for name, row in systems.items():
         losses = (row.get("rates") or {}).get("validation", {})
         diverged = [f"at {rate}" for rate, loss in losses.items() if loss is None]

@@ -37,15 +37,18 @@ from pipeline.data.corpus import LONGEST, CorpusFolder
 # PyTorch and fairseq take seconds to import: what needs them does so where it runs.
 
 VOCABULARY = 4000
+WIDENED = 4  # rates that a system tries at most beyond those that are listed
 LANGUAGES = {"mt": ["es", "en"], "lm": ["en"], "summ": ["source", "target"]}
 
 DESCRIPTION = """\
 Trains TaLK, Transformer, LightConv, DynamicConv and ConvS2S on the same text, cut into the same
 pieces, with as many parameters, for the same updates on the same batches, with the same schedule
 and seeds. Only the peak learning rate is each system's own: each is trained to the end at several,
-and the best on the validation set counts; further seeds have that one. Averages the last
-checkpoints, scores the test set, and measures speed and memory of all systems in turn. Systems and
-schedules are in configs/verses/; --systems takes what you add there. docs/results.md says more.
+and the best on the validation set counts; further seeds have that one. Where the best of several
+rates is the highest or the lowest, twice or half of it is tried too, until the best is inside.
+Averages the last checkpoints, scores the test set, and measures speed and memory of all systems in
+turn. Systems and schedules are in configs/verses/; --systems takes what you add there.
+docs/results.md says more.
 
   --task mt     translation: sacreBLEU with a 95% interval, and p by sacreBLEU's paired bootstrap
                 against TaLK (default)
@@ -77,6 +80,12 @@ def learning_rates(text):
         if all(0 < rate < math.inf for rate in spelt):
             return list(spelt.values())
     raise argparse.ArgumentTypeError(f"expected positive numbers, got {text!r}")
+
+
+def times(rate, factor):
+    """Return a multiple of a rate, spelt like ``4e-3``."""
+    digits, exponent = f"{float(rate) * factor:e}".split("e")
+    return f"{float(digits):g}e{int(exponent)}"
 
 
 def parse(arguments=None):
@@ -200,8 +209,11 @@ class Comparison:
         warnings.filterwarnings("ignore")
         side_by_side, jobs = self.commands.side_by_side, self.args.jobs
         self.prepare()
-        side_by_side(self.train, itertools.product(self.args.systems, [1], self.args.rates), jobs)
-        self.choose_rates()
+        waiting = {name: list(self.args.rates) for name in self.args.systems}
+        while waiting:
+            runs = [(name, 1, rate) for name, rates in waiting.items() for rate in rates]
+            side_by_side(self.train, runs, jobs)
+            waiting = self.choose_rates(waiting)
         others = [(name, seed, self.rates[name]["chosen"]) for name, seed in self.runs(2)]
         side_by_side(self.train, others, jobs)
         side_by_side(self.evaluate, self.runs(), jobs)
@@ -258,20 +270,33 @@ class Comparison:
             diverged.touch()
         remove(checkpoints)
 
-    def choose_rates(self):
-        """Choose of each system the rate of the first seed's run with the best validation loss."""
-        for name in self.args.systems:
-            losses = {}
-            for rate in self.args.rates:
-                trained = (self.run_folder(name, 1, rate) / "averaged.pt").exists()
-                loss = self.validation(name, 1, rate)[-1]["loss"] if trained else math.nan
+    def choose_rates(self, trained):
+        """Choose for each system the rate of the first seed with the best validation loss.
+
+        `trained` is ``{system: rates}``, those that are new. Returns likewise what is still to be
+        trained, for systems whose best of several rates is at an edge.
+        """
+        waiting = {}
+        for name, rates in trained.items():
+            losses = self.rates.pop(name, {"validation": {}})["validation"]
+            for rate in rates:
+                there = (self.run_folder(name, 1, rate) / "averaged.pt").exists()
+                loss = self.validation(name, 1, rate)[-1]["loss"] if there else math.nan
                 losses[rate] = loss if math.isfinite(loss) else None
-            trained = {rate: loss for rate, loss in losses.items() if loss is not None}
-            if not trained:
-                self.failures.setdefault((name, 1), "diverged at every learning rate")
-            if (name, 1) not in self.failures:
-                chosen = min(trained, key=trained.get)
-                self.rates[name] = {"chosen": chosen, "validation": losses}
+            if (name, 1) in self.failures:
+                continue
+            tried = sorted(losses, key=float)
+            finite = [rate for rate in tried if losses[rate] is not None]
+            chosen = min(finite, key=losses.get) if finite else tried[0]
+            self.rates[name] = {"chosen": chosen, "validation": {r: losses[r] for r in tried}}
+            widened = len(tried) - len(self.args.rates)
+            if chosen in (tried[0], tried[-1]) and len(tried) > 1 and widened < WIDENED:
+                waiting[name] = [times(chosen, 0.5 if chosen == tried[0] else 2)]
+            elif not finite:
+                self.failures[name, 1] = "diverged at every learning rate"
+                del self.rates[name]
+        self.steps += len(waiting)
+        return waiting
 
     def fail(self, name, seed, error, title):
         """Note why there is no run, so that the others go on. Raises `error` if all are stopped."""
