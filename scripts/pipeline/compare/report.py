@@ -18,7 +18,7 @@ TITLES = {"mt": "sacreBLEU", "lm": "perplexity", "summ": "ROUGE-L"}
 SCORE_HEADERS = {
     "mt": ["sacreBLEU", "95% interval", "p"],
     "lm": ["ppl/token", "ppl/word"],
-    "summ": ["ROUGE-1", "ROUGE-2", "ROUGE-L"],
+    "summ": ["ROUGE-1", "ROUGE-2", "p", "ROUGE-L"],
 }
 
 
@@ -83,13 +83,13 @@ def score_cells(task, row):
     """Return the cells of the scores of a system."""
     seeds = [seed[SCORES[task]] for seed in row["seeds"].values()]
     spread = f" ± {statistics.stdev(seeds):.2f}" if len(seeds) > 1 else ""
+    p = None if row["p"] is None else f"{row['p']:.3f}"
     if task == "mt":
         low, high = row["interval"]
-        p = None if row["p"] is None else f"{row['p']:.3f}"
         return [f"{row['score']:.2f}{spread}", f"{low:.2f} to {high:.2f}", p]
     if task == "lm":
         return [f"{row['score']:,.2f}{spread}", f"{row['perplexity_per_word']:,.1f}"]
-    return [f"{row[kind]:.2f}" for kind in ("rouge_1", "rouge_2")] + [f"{row['score']:.2f}{spread}"]
+    return [f"{row['rouge_1']:.2f}", f"{row['rouge_2']:.2f}", p, f"{row['score']:.2f}{spread}"]
 
 
 def baseline_rows(results):
@@ -100,8 +100,8 @@ def baseline_rows(results):
         yield "unigram", [f"{tokens:,.2f}", f"{words:,.1f}"]
     if "lead" in results:
         lead = results["lead"]
-        cells = [f"{lead[kind]:.2f}" for kind in ("rouge_1", "rouge_2", "rouge_l")]
-        yield f"first {lead['words']} words", cells
+        first, second, longest = (f"{lead[kind]:.2f}" for kind in ("rouge_1", "rouge_2", "rouge_l"))
+        yield f"first {lead['words']} words", [first, second, None, longest]
 
 
 def notes(results):
@@ -115,16 +115,16 @@ def notes(results):
         yield "Nothing is trained."
     elif results["task"] == "mt":
         yield f"sacreBLEU {results['signature']}"
-        if results.get("baseline"):
-            several = ", the largest of the seeds'; intervals are their means"
-            yield (
-                f"p: paired bootstrap against {results['baseline']}{several if count != 1 else ''}."
-            )
     elif results["task"] == "summ":
         yield f"{results['signature']}."
     else:
         yield "Tokens are pieces and ends of lines; words are separated by spaces; ends are words."
         yield "Continuations: of 64 tokens, of which the test set gives 16; beam 5."
+    if results.get("baseline"):
+        of = " of ROUGE-2" if results["task"] == "summ" else ""
+        several = ", the largest of the seeds'" if count != 1 else ""
+        several += "; intervals are their means" if several and not of else ""
+        yield f"p: paired bootstrap{of} against {results['baseline']}{several}."
     rates = {name: row["rates"] for name, row in systems.items() if row.get("rates")}
     if rates:
         chosen = (

@@ -6,6 +6,8 @@ for the system, from the runs in the folders ``folder_of(system, seed)``.
 
 import statistics
 
+import numpy as np
+
 from pipeline.common.files import read_lines
 from pipeline.common.generated import read_hypotheses
 from talk_fairseq.rouge import KINDS, rouge, version
@@ -33,6 +35,7 @@ def score(results, corpus, languages, folder_of):
         if seeds := row["seeds"].values():
             row["score"] = statistics.mean(seed[SCORES[task]] for seed in seeds)
             row |= {key: statistics.mean(seed[key] for seed in seeds) for key in OTHERS[task]}
+            row["p"] = max((s["p"] for s in seeds if s.get("p") is not None), default=None)
 
 
 def score_translations(results, corpus, languages, folder_of):
@@ -65,7 +68,6 @@ def score_translations(results, corpus, languages, folder_of):
     for row in systems.values():
         if seeds := row["seeds"].values():
             row["interval"] = [statistics.mean(s["interval"][i] for s in seeds) for i in (0, 1)]
-            row["p"] = max((s["p"] for s in seeds if s["p"] is not None), default=None)
 
 
 def score_models(results, corpus, languages, folder_of):
@@ -86,7 +88,7 @@ def score_models(results, corpus, languages, folder_of):
 
 
 def score_summaries(results, corpus, languages, folder_of):
-    """Score by ROUGE, also of the first words of the sources."""
+    """Score by ROUGE, with p of a paired bootstrap of ROUGE-2; also the sources' first words."""
     text = {
         (split, side): read_lines(corpus / f"{split}.{side}")
         for split in ("valid", "test")
@@ -96,10 +98,18 @@ def score_summaries(results, corpus, languages, folder_of):
     references = text["test", target]
     results["test"] = {"summaries": len(references)}
     results["signature"] = f"rouge-score {version()}, F-measure, stemming"
+    each = {}  # ROUGE-2 of each summary, by system and seed
     for name, row in results["systems"].items():
         for seed, scores in row["seeds"].items():
-            folder = folder_of(name, seed) / "generated"
-            scores.update(rouge(read_hypotheses(folder, len(references)), references))
+            hypotheses = read_hypotheses(folder_of(name, seed) / "generated", len(references))
+            scores.update(rouge(hypotheses, references))
+            pairs = zip(hypotheses, references)
+            each[name, seed] = [rouge([ours], [theirs])["rouge_2"] for ours, theirs in pairs]
+    for (name, seed), found in each.items():
+        baseline = each.get((results["reference"], seed))
+        if baseline and name != results["reference"]:
+            results["baseline"] = results["reference"]
+            results["systems"][name]["seeds"][seed]["p"] = paired_bootstrap(found, baseline)
 
     def lead(split, words):
         return [" ".join(line.split()[:words]) for line in text[split, source]]
@@ -107,3 +117,17 @@ def score_summaries(results, corpus, languages, folder_of):
     validation = {n: rouge(lead("valid", n), text["valid", target])["rouge_l"] for n in LEADS}
     best = max(validation, key=validation.get)
     results["lead"] = {"words": best, **rouge(lead("test", best), references)}
+
+
+def paired_bootstrap(scores, baseline):
+    """Return p of the difference between two means of scores of the same texts.
+
+    It is the share of 1,000 resamples whose difference is as far from their mean as the one that
+    was found is from 0, as sacreBLEU computes it.
+    """
+    differences = np.subtract(scores, baseline)
+    count = len(differences)
+    drawn = np.random.default_rng(12345).integers(count, size=(1000, count))
+    resampled = differences[drawn].mean(axis=1)
+    as_far = abs(resampled - resampled.mean()) >= abs(differences.mean())
+    return (1 + int(as_far.sum())) / 1001

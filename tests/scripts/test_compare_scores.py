@@ -1,0 +1,48 @@
+"""The scores of scripts/compare.sh that no tool computes for it, and those of summaries."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("fairseq")
+
+from scipy import stats
+
+from pipeline.compare.scores import paired_bootstrap, score
+
+
+def test_p_of_a_paired_bootstrap():
+    generator = np.random.default_rng(1)
+    baseline = generator.random(400)
+    for shift in (0, 0.01, 0.03, 0.1):
+        scores = baseline + shift + 0.3 * generator.standard_normal(400)
+        assert paired_bootstrap(scores, baseline) == pytest.approx(
+            stats.ttest_rel(scores, baseline).pvalue, abs=0.04
+        )
+    assert paired_bootstrap(baseline, baseline) == 1
+
+
+def test_scores_of_summaries_are_of_each_seed(tmp_path):
+    corpus, references = tmp_path / "corpus", ["a small tool", "one large tool", "the tools"] * 20
+    corpus.mkdir()
+    for split in ("valid", "test"):
+        (corpus / f"{split}.source").write_text("a small tool that is here\n" * 60)
+        (corpus / f"{split}.target").write_text("".join(f"{line}\n" for line in references))
+    for name, seed, lines in (
+        ("talkconv", 1, references), ("dynamicconv", 1, ["a small tool"] * 60),
+        ("dynamicconv", 2, references),
+    ):  # fmt: skip
+        folder = tmp_path / name / str(seed) / "generated"
+        folder.mkdir(parents=True)
+        text = "".join(f"D-{n}\t-0.1\t{line}\n" for n, line in enumerate(lines))
+        (folder / "generate-test.txt").write_text(text)
+    systems = {"talkconv": {"seeds": {"1": {}}}, "dynamicconv": {"seeds": {"1": {}, "2": {}}}}
+    results = {"task": "summ", "reference": "talkconv", "systems": systems}
+    score(results, corpus, ["source", "target"], lambda *run: tmp_path.joinpath(*run))
+    assert (
+        systems["talkconv"]["rouge_2"] == pytest.approx(100) and results["baseline"] == "talkconv"
+    )
+    first, second = systems["dynamicconv"]["seeds"].values()
+    assert first["rouge_2"] < second["rouge_2"] == pytest.approx(100)
+    assert first["p"] < 0.01 and "p" not in second  # its seed has no reference
+    assert systems["dynamicconv"]["p"] == first["p"] and systems["talkconv"]["p"] is None
+    assert results["lead"]["words"] == 3
