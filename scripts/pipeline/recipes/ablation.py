@@ -1,5 +1,6 @@
 """Train and score the ablation of the paper's Table 7; see scripts/ablation.sh --help."""
 
+import shlex
 import statistics
 from pathlib import Path
 
@@ -35,30 +36,38 @@ def parse(arguments):
     add("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="N",
         help="(default: 1 2 3 4 5)")  # fmt: skip
     add("--cpu", action="store_true", help="use no GPU")
+    add("--dry-run", action="store_true", help="print the command of each step and stop")
     return parser.parse_intermixed_args(arguments)
 
 
-def run(name, *arguments):
-    """Run a module of the pipeline. Raises Failed."""
-    print("$", name, *arguments, flush=True)
-    if status := run_module(name, *arguments):
-        raise Failed(f"{name} failed with status {status}")
+def steps_of(row, seed, args):
+    """Return the folder of a run, and the words of the commands that train and score it."""
+    folder = args.save_dir.absolute() / row / f"seed_{seed}"
+    shared = ["--data", args.data, *(["--cpu"] if args.cpu else []), *args.overrides]
+    name = f"{BENCHMARK}/{row}"
+    training = ["train", name, "--save-dir", folder, *shared, f"common.seed={seed}"]
+    return folder, [training, ["evaluate", name, folder, "--split", "valid", *shared]]
+
+
+def in_shell(script, *words):
+    """Return a step as a line that a shell takes."""
+    return shlex.join([f"scripts/{script}.sh", *map(str, words)])
 
 
 def score(row, seed, args):
-    """Train `row` from `seed` unless that is done; return its validation BLEU, or "diverged"."""
-    name = f"{BENCHMARK}/{row}"
-    folder = args.save_dir.absolute() / row / f"seed_{seed}"
-    shared = ["--data", args.data, *(["--cpu"] if args.cpu else []), *args.overrides]
+    """Train `row` from `seed` unless that is done; return its validation BLEU, or "diverged".
+
+    Raises Failed.
+    """
+    folder, steps = steps_of(row, seed, args)
     crash = folder / "crash.pt"  # fairseq writes it when gradients are no numbers
     crash.unlink(missing_ok=True)  # of an earlier run
-    try:
-        run("recipes.train", name, "--save-dir", folder, *shared, f"common.seed={seed}")
-    except Failed:
-        if crash.exists():
-            return "diverged"
-        raise
-    run("recipes.evaluate", name, folder, "--split", "valid", *shared)
+    for script, *words in steps:
+        print("$", in_shell(script, *words), flush=True)
+        if status := run_module(f"recipes.{script}", *words):
+            if crash.exists():
+                return "diverged"
+            raise Failed(f"scripts/{script}.sh failed with status {status}")
     result = read_json(folder / "evaluation/scores.json")
     return round(result["scores"]["tokenised_bleu"]["score"], 2)
 
@@ -112,6 +121,10 @@ def table(results):
 
 def ablate(args):
     """Train and score what has no score yet. Raises BadInput, or Failed for a step that failed."""
+    if args.dry_run:
+        runs = [steps_of(row, seed, args)[1] for row in args.rows for seed in args.seeds]
+        print("\n".join(in_shell(*step) for steps in runs for step in steps))
+        return
     others = {row: other_settings(row, args) for row in args.rows}
     results = read_json(args.results) if args.results.exists() else {}
     for row in args.rows:
