@@ -132,10 +132,11 @@ def save_checkpoints_whole(original, obj, filename, async_write=False):
     """Write a checkpoint to disk before it gets its name, and begin each of three tries anew.
 
     Without it: fairseq tries three times to write into the same open file. After a full disk the
-    file begins with the part that was written first, and nothing can read it.
+    file begins with the part that was written first, and nothing can read it. What iopath writes
+    in the background is left to fairseq.
     """
     if async_write:
-        raise ValueError("write_checkpoints_asynchronously: expected False, got True")
+        return original(obj, filename, async_write)
     for pause in (2.5, 2.5, None):  # seconds, as in fairseq
         try:
             with whole_file(filename) as file:

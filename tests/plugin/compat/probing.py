@@ -19,15 +19,15 @@ PROBES = {}  # {name: (probe, pattern of its error without the patch)}
 WITHOUT_ERROR = set()  # probes that need no patch with this NumPy
 
 
-def breaks(error, since_numpy=1):
+def breaks(error, since_numpy=(1, 0)):
     """Register a probe, which takes a folder, with a pattern of its error without the patch.
 
-    Before the major version `since_numpy` of NumPy there is no error.
+    Before NumPy's version `since_numpy` there is no error.
     """
 
     def register(probe):
         PROBES[probe.__name__] = (probe, error)
-        if int(np.__version__.split(".")[0]) < since_numpy:
+        if tuple(map(int, np.__version__.split(".")[:2])) < since_numpy:
             WITHOUT_ERROR.add(probe.__name__)
         return probe
 
