@@ -141,10 +141,8 @@ class TaLKConv(_RetainsDropout):
             offsets = F.dropout(offsets, self.offset_dropout)
         if self.max_right == 0:
             return self._of_heads(offsets, 0), None
-        return (
-            self._of_heads(offsets[..., : self.heads], 0),
-            self._of_heads(offsets[..., self.heads :], 1),
-        )
+        left, right = offsets.chunk(2, dim=-1)
+        return self._of_heads(left, 0), self._of_heads(right, 1)
 
     def _of_heads(self, offset, side):
         """Scale offsets relative to each head's largest window to the layer's largest."""

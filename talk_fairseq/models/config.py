@@ -135,11 +135,8 @@ def nested_config(cfg, config):
     if OmegaConf.is_config(cfg):
         flat._set_parent(cfg._get_parent())  # what defaults such as ${task.…} refer to
 
-    # fairseq's default for a sub-config is its class, which all configs would share.
-    nested = TransformerConfig(**{name: kind() for name, kind in _NESTED.items()})
-    for name in known - {"_name"}:
-        value = flat[name]
-        setattr(nested, name, OmegaConf.to_object(value) if OmegaConf.is_config(value) else value)
+    values = OmegaConf.to_container(flat, resolve=True)
+    nested = TransformerConfig.from_namespace(argparse.Namespace(**values))
     nested.decoder.input_dim = nested.decoder.input_dim or nested.decoder.embed_dim
     nested.decoder.output_dim = nested.decoder.output_dim or nested.decoder.embed_dim
     if nested.cross_self_attention:

@@ -52,8 +52,7 @@ def forward(x, offset_left, offset_right, max_left, max_right):
     """Return the output (T, B, C) in x's dtype, for contiguous, validated arguments on the CPU."""
     rows = _arithmetic(x)
     out = _fresh_like(rows)
-    heads = _heads(out, offset_left.shape[2])
-    _run(_kernels().forward, rows, offset_left, offset_right, max_left, max_right, heads)
+    _run(_kernels().forward, rows, offset_left, offset_right, max_left, max_right, out.numpy())
     return out.to(x.dtype)
 
 
@@ -62,15 +61,13 @@ def backward(dout, x, offset_left, offset_right, max_left, max_right):
 
     ``d_offset_right`` is None where ``offset_right`` is.
     """
-    H = offset_left.shape[2]
     rows = _arithmetic(x)
     dx = _fresh_like(rows)
     d_left = torch.empty_like(offset_left, dtype=rows.dtype)
     d_right = d_left if offset_right is None else torch.empty_like(d_left)
     _run(
         _kernels().backward, rows, offset_left, offset_right, max_left, max_right,
-        _heads(_arithmetic(dout), H), max_left, max_right, _heads(dx, H), d_left.numpy(),
-        d_right.numpy(),
+        _array(_arithmetic(dout)), max_left, max_right, dx.numpy(), d_left.numpy(), d_right.numpy(),
     )  # fmt: skip
     return (
         dx.to(x.dtype),
@@ -143,24 +140,14 @@ def _fresh_like(tensor):
     if fresh.nbytes >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
         begin = -(-fresh.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         length = fresh.data_ptr() + fresh.nbytes - begin
-        _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+        libc = ctypes.pythonapi  # which finds all functions of this process
+        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
     return fresh
-
-
-@functools.cache
-def _libc():
-    return ctypes.CDLL(None)
 
 
 def _arithmetic(tensor):
     """Return `tensor` in the dtype that kernels compute with: float32 for float16 and bfloat16."""
     return tensor.float() if tensor.dtype.itemsize == 2 else tensor
-
-
-def _heads(tensor, H):
-    """Return a NumPy view (T, B, H, R)."""
-    T, B, C = tensor.shape
-    return _array(tensor).reshape(T, B, H, C // H)
 
 
 def _array(tensor):
@@ -198,8 +185,9 @@ def _run(kernel, rows, offset_left, offset_right, max_left, max_right, *argument
     The time steps of a task follow from the call's sizes other than B, so that a sentence's bits do
     not depend on its batch. Each chunk also reads the rows beyond it that its windows reach.
     """
-    x = _heads(rows, offset_left.shape[2])
-    T, B, H, R = x.shape
+    x = _array(rows)
+    T, B, H = offset_left.shape
+    R = x.shape[2] // H
     reaches = _reaches(offset_left, offset_right, max_left, max_right, T)
     scale = 1.0 / (max_left + max_right + 1)
     chunk = min(T, max(_CHUNK, 4 * (max_left + max_right + 1)))

@@ -35,7 +35,9 @@ def forward(
 
     At time t the ring holds the rows P[t - reach_left] to P[t + 1 + reach_right].
     """
-    T, B, H, R = x.shape
+    T, B, C = x.shape
+    H = u_left.shape[2]
+    R = C // H
     groups = -(-H // group)
     mask = ring.shape[0] - 1
     for task in range(first, tasks, step):
@@ -46,41 +48,29 @@ def forward(
         h1 = min(h0 + group, H)
         ring[begin & mask, :] = 0.0
         for k in range(begin - 1, max(begin - reach_left, 0) - 1, -1):
-            for h in range(h0, h1):
-                lo = (h - h0) * R
-                before = ring[k & mask, lo : lo + R]
-                after = ring[(k + 1) & mask, lo : lo + R]
-                row = x[k, b, h]
-                for r in range(R):
-                    before[r] = after[r] - row[r]
+            before, after, row = ring[k & mask], ring[(k + 1) & mask], x[k, b, h0 * R : h1 * R]
+            for c in range(row.size):
+                before[c] = after[c] - row[c]
         k = begin
         for t in range(begin, end):
             while k < min(t + 1 + reach_right, T):
-                for h in range(h0, h1):
-                    lo = (h - h0) * R
-                    before = ring[k & mask, lo : lo + R]
-                    after = ring[(k + 1) & mask, lo : lo + R]
-                    row = x[k, b, h]
-                    for r in range(R):
-                        after[r] = before[r] + row[r]
+                before, after, row = ring[k & mask], ring[(k + 1) & mask], x[k, b, h0 * R : h1 * R]
+                for c in range(row.size):
+                    after[c] = before[c] + row[c]
                 k += 1
             for h in range(h0, h1):
                 lo = (h - h0) * R
                 n, f_left = _split(u_left[t, b, h], t)
-                left, left_next = t - n, t - n - 1
-                right, right_next, f_right = t + 1, t + 1, 0.0
+                left = t - n
+                right, f_right = t + 1, 0.0
                 if u_right.size > 0:
                     n, f_right = _split(u_right[t, b, h], T - 1 - t)
-                    right, right_next = t + 1 + n, t + 2 + n
-                if f_left == 0.0:
-                    left_next = left
-                if f_right == 0.0:
-                    right_next = right
+                    right = t + 1 + n
                 p0 = ring[left & mask, lo : lo + R]
-                p1 = ring[left_next & mask, lo : lo + R]
+                p1 = ring[(left - (f_left != 0.0)) & mask, lo : lo + R]
                 q0 = ring[right & mask, lo : lo + R]
-                q1 = ring[right_next & mask, lo : lo + R]
-                row = out[t, b, h]
+                q1 = ring[(right + (f_right != 0.0)) & mask, lo : lo + R]
+                row = out[t, b, h * R : (h + 1) * R]
                 for r in range(R):
                     whole = q0[r] - p0[r]
                     ends = f_right * (q1[r] - q0[r]) + f_left * (p0[r] - p1[r])
@@ -98,7 +88,9 @@ def backward(
     D[i - 1] += f, D[i] += 1 - f, D[k] -= 1 - g, D[k + 1] -= g (times dout). Once time t is
     done, D is complete up to row t - reach_left.
     """
-    T, B, H, R = x.shape
+    T, B, C = x.shape
+    H = u_left.shape[2]
+    R = C // H
     groups = -(-H // group)
     mask = ring.shape[0] - 1
     for task in range(first, tasks, step):
@@ -115,16 +107,13 @@ def backward(
         for t in range(max(begin - reach_right - 1, 0), min(end + reach_left, T)):
             # Windows end at scattered rows of x: fetch rows in order, as memory likes it.
             while k < min(min(t, end - 1) + 2 + reach_right, T):
-                for h in range(h0, h1):
-                    lo = (h - h0) * R
-                    row = x[k, b, h]
-                    copy = near[k & mask, lo : lo + R]
-                    for r in range(R):
-                        copy[r] = row[r]
+                copy, row = near[k & mask], x[k, b, h0 * R : h1 * R]
+                for c in range(row.size):
+                    copy[c] = row[c]
                 k += 1
             for h in range(h0, h1):
                 lo = (h - h0) * R
-                g = dout[t, b, h]
+                g = dout[t, b, h * R : (h + 1) * R]
 
                 n, f_left = _split(u_left[t, b, h], t)
                 left = t - n
@@ -154,15 +143,11 @@ def backward(
                 if f_right != 0.0:
                     _add(ring, max(right + 1, begin), end, lo, g, -f_right)
             while j < end and (j <= t - reach_left or t == min(end + reach_left, T) - 1):
-                for h in range(h0, h1):
-                    lo = (h - h0) * R
-                    done = ring[j & mask, lo : lo + R]
-                    sums = total[lo : lo + R]
-                    row = dx[j, b, h]
-                    for r in range(R):
-                        sums[r] += done[r]
-                        row[r] = sums[r] * scale
-                        done[r] = 0.0
+                done, row = ring[j & mask], dx[j, b, h0 * R : h1 * R]
+                for c in range(row.size):
+                    total[c] += done[c]
+                    row[c] = total[c] * scale
+                    done[c] = 0.0
                 j += 1
 
 

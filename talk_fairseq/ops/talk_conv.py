@@ -61,8 +61,12 @@ def talk_conv(x, offset_left, offset_right, max_left, max_right):
     dtype = x.dtype
     if offset_left.dtype is dtype and (offset_right is None or offset_right.dtype is dtype):
         return _forward(x, offset_left, offset_right, max_left, max_right)
-    rows, offset_left, offset_right = _kernel_dtypes(x, offset_left, offset_right)
-    return _forward(rows, offset_left, offset_right, max_left, max_right).to(dtype)
+    # Kernels take offsets in x's dtype, or in float32 beside a float16 or bfloat16 `x`.
+    dtypes = {tensor.dtype for tensor in (x, offset_left, offset_right) if tensor is not None}
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    rows = x.double() if wide is torch.float64 else x
+    offset_right = None if offset_right is None else offset_right.to(wide)
+    return _forward(rows, offset_left.to(wide), offset_right, max_left, max_right).to(dtype)
 
 
 def talk_conv_update(x, offset_left, state, max_left):
@@ -209,22 +213,6 @@ def _validate(x, offset_left, offset_right, max_left, max_right):
             f"offset_right: expected shape {tuple(offset_left.shape)} as of offset_left, "
             f"got {tuple(offset_right.shape)}"
         )
-
-
-def _kernel_dtypes(x, offset_left, offset_right):
-    """Bring mixed dtypes to what kernels take.
-
-    They take offsets in x's dtype, or in float32 beside a float16 or bfloat16 `x`.
-    """
-    offsets = [o for o in (offset_left, offset_right) if o is not None]
-    dtypes = {o.dtype for o in offsets}
-    if x.dtype == torch.float64 or torch.float64 in dtypes:
-        x, dtype = x.double(), torch.float64
-    elif dtypes == {x.dtype}:
-        return x, offset_left, offset_right
-    else:
-        dtype = torch.float32
-    return x, offset_left.to(dtype), None if offset_right is None else offset_right.to(dtype)
 
 
 _forward = register(

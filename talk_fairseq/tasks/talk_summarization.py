@@ -141,15 +141,10 @@ class TaLKSummarizationTask(TranslationTask):
         super().reduce_metrics(logging_outputs, criterion)
         if not any("_rouge_count" in log for log in logging_outputs):
             return  # training
-        for name in ("_rouge_count", *(f"_{kind}" for kind in KINDS)):
-            metrics.log_scalar(name, float(sum(log.get(name, 0) for log in logging_outputs)))
+        count = float(sum(log.get("_rouge_count", 0) for log in logging_outputs))
         for kind in KINDS:
-            metrics.log_derived(kind, lambda meters, kind=kind: percent(meters, kind))
-
-
-def percent(meters, kind):
-    """Return the mean of a kind of ROUGE in percent, 0 where there were no summaries."""
-    return round(100 * meters[f"_{kind}"].sum / max(meters["_rouge_count"].sum, 1), 2)
+            total = float(sum(log.get(f"_{kind}", 0) for log in logging_outputs))
+            metrics.log_scalar(kind, 100 * total / max(count, 1), weight=count, round=2)
 
 
 def generation_options(text):
