@@ -11,6 +11,7 @@ from pipeline.common.fairseq import Bar, Commands
 from pipeline.compare import sweep
 from pipeline.compare.report import table
 from pipeline.compare.scores import SCORES
+from pipeline.recipes import average
 
 
 def dictionaries(folder, languages, words):
@@ -40,7 +41,8 @@ class Played:
         self.ran, self.stop_at, self.broken, self.nan = [], None, None, None
         self.verses, self.why = verses, "RuntimeError: no"
         monkeypatch.setattr(Commands, "run", lambda *a, **k: self.run(*a, **k))
-        monkeypatch.setattr(sweep, "average", lambda paths, to: to.write_text(str(paths)))
+        monkeypatch.setattr(average, "average_checkpoints", str)
+        monkeypatch.setattr(average, "save", lambda paths, to: to.write_text(paths))
         monkeypatch.setattr(sweep, "measure_speeds", self.measure)
 
     def prepare(self, output):

@@ -21,17 +21,10 @@ TINY = (
 
 
 @pytest.fixture(scope="module")
-def program():
+def benchmark():
     from pipeline.benchmarks import operator
 
     return operator
-
-
-@pytest.fixture(scope="module")
-def benchmark():
-    from pipeline.benchmarks import operator_speed
-
-    return operator_speed
 
 
 @pytest.fixture(scope="module")
@@ -111,16 +104,16 @@ def test_goals_are_of_numbers_that_are_measured(benchmark):
         assert goal.mode in benchmark.MODES
 
 
-def test_what_is_drawn(benchmark, program):
+def test_what_is_drawn(benchmark):
     row = {"seconds": 0.5, "memory": 2**20}
     results = {"copy": row, "TaLK": row | {"seconds": 0.25}, benchmark.SDPA: {"error": "too slow"}}
     cells = [{"T": T, "dtype": "float32", "mode": "forward", "results": results} for T in (40, 5)]
-    (speed,) = program.figure([*cells, cells[0] | {"mode": "backward"}]).axes
+    (speed,) = benchmark.figure([*cells, cells[0] | {"mode": "backward"}]).axes
     curves = {line.get_label(): line.get_xydata().tolist() for line in speed.lines}
     assert curves == {"copy": [[5, 2], [40, 2]], "TaLK": [[5, 4], [40, 4]]}
 
 
-def test_an_interrupted_run_loses_no_other_cell(benchmark, program, tmp_path, monkeypatch):
+def test_an_interrupted_run_loses_no_other_cell(benchmark, tmp_path, monkeypatch):
     measure = benchmark.measure
 
     def interrupted(case, mode, *others):
@@ -130,7 +123,7 @@ def test_an_interrupted_run_loses_no_other_cell(benchmark, program, tmp_path, mo
 
     monkeypatch.setattr(benchmark, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        program.main([*TINY, str(tmp_path / "talk"), "--only", "none", "--turns", "1"])
+        benchmark.main([*TINY, str(tmp_path / "talk"), "--only", "none", "--turns", "1"])
     cells = json.loads((tmp_path / "talk.json").read_text())["cells"]
     assert [(cell["T"], cell["mode"]) for cell in cells] == [(5, mode) for mode in MODES]
 

@@ -38,7 +38,7 @@ def test_steps_take_turns():
 
 def test_summary():
     results = {"a": {"turns": [1, 10, 2]}, "b": {"turns": [2, 30, 8]}, "c": {"error": "no"}}
-    harness.summarise(results, "a", tokens=16)
+    harness.summarise(results, "a", {"tokens": 16})
     assert results["c"] == {"error": "no"}
     # The median of ratios within a turn, not the ratio of medians.
     assert results["b"] == {

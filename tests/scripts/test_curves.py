@@ -246,13 +246,18 @@ def test_plot_training_command(tmp_path, capsys):
     assert [path.name for path in output.parent.iterdir()] == ["curves.png"]
 
 
+NO_LOG = (
+    "expected a log of fairseq-train in the formats simple or json, or a folder with one, got none"
+)
+
+
 @pytest.mark.parametrize(
     "runs, message",
     [
-        (["gone"], "expected a log or a folder with one, got no such file"),
-        (["empty.log"], "expected a log of fairseq-train in the formats simple or json, got none"),
-        (["."], "expected one log of fairseq-train in the folder, got none"),
-        (["both"], r"expected one log of fairseq-train in the folder, got a.log and log.txt"),
+        (["gone"], f"gone: {NO_LOG}"),
+        (["empty.log"], f"empty.log: {NO_LOG}"),
+        (["."], f".: {NO_LOG}"),
+        (["both"], r"expected one log of fairseq-train, got a.log and log.txt"),
         (["both/log.txt", "both=both/a.log"], "RUN: expected different names, got 'both' twice"),
     ],
 )

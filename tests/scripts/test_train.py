@@ -94,7 +94,7 @@ def test_devices_that_cannot_share_the_batch():
     ],
 )
 def test_all_gpus_that_can_share_are_used(monkeypatch, name, found, used):
-    monkeypatch.setattr(train, "gpus", lambda: found)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: found)
     plan = planned(name)
     assert plan.words["distributed_training.distributed_world_size"] == str(used)
     assert "common.cpu" not in plan.words and plan.environment.keys() == {"PYTHONWARNINGS"}
@@ -104,7 +104,7 @@ def test_all_gpus_that_can_share_are_used(monkeypatch, name, found, used):
 
 
 def test_one_process_needs_no_torchrun(monkeypatch):
-    monkeypatch.setattr(train, "gpus", lambda: 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     plan = planned("iwslt14_de_en/talkconv")
     assert plan.command[0].endswith("/fairseq-hydra-train")
     assert plan.words["common.cpu"] == "true" and plan.environment["CUDA_VISIBLE_DEVICES"] == ""
@@ -184,7 +184,7 @@ def test_overrides_need_no_quotes_of_hydra():
 
 
 def test_mistakes(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "gpus", lambda: 2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     name = "iwslt14_de_en/talkconv"
     assert "a config such as iwslt14_de_en/talkconv" in refused("iwslt14_de_en/talkcnv")
     assert "got 'xyz'" in refused("xyz")
@@ -193,7 +193,7 @@ def test_mistakes(folder, tmp_path, monkeypatch):
     assert "on the CPU, got fp16" in refused(name, "--cpu", "--precision", "fp16")
     message = refused(name, "--data", str(tmp_path / "none"), dry_run=False)
     assert "expected binarised data, with dict*.txt, in" in message
-    monkeypatch.setattr(train, "gpus", lambda: 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert "--cpu uses processes" in refused(name, "--devices", "2", dry_run=False)
 
 
@@ -265,7 +265,7 @@ def test_ones_own_yaml(tmp_path, monkeypatch):
     """By its path, from any folder, with fairseq's defaults for what it lacks."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PWD", str(tmp_path))
-    monkeypatch.setattr(train, "gpus", lambda: 4)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     (tmp_path / "own").mkdir()
     (tmp_path / "own/mine.yaml").write_text(OWN)
     for name in ("own/mine.yaml", str(tmp_path / "own/mine.yaml")):

@@ -15,7 +15,6 @@ best hypotheses, with their ends. Peak memory is what a batch takes beyond the m
 table, PREFIX.json (after each turn) and PREFIX.png.
 """
 
-from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
 
@@ -23,7 +22,6 @@ import torch
 
 from pipeline.benchmarks import harness, models
 from pipeline.benchmarks.harness import Unavailable, several, show_progress
-from pipeline.benchmarks.models import Sizes
 from pipeline.common.command import at_least
 
 # isort: split
@@ -32,7 +30,6 @@ from fairseq.dataclass.configs import GenerationConfig
 WINDOWS = [1, 3, 7, 15]  # of talkconv_iwslt_de_en, to either side in the encoder
 # Of logits, relative to the largest, and of log-probabilities.
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
-PROBE = 4  # tokens generated to predict how long a batch takes
 
 
 # --- The models and the search, as fairseq-generate builds them ---
@@ -114,26 +111,14 @@ def build_checked(task, beam, args):
     for name in args.models:
         show_progress(f"beam {beam}: checking {name}")
         try:
-            with harness.failures_as_unavailable():
-                built[name] = build_model(name, task, args)
-                check(name, built[name], task, beam, args)
-        except Unavailable as error:
-            built[name] = error
+            built[name] = build_model(name, task, args)
+            check(name, built[name], task, beam, args)
+        except RuntimeError as error:
+            built[name] = Unavailable(harness.why_not(error))
     return built
 
 
 # --- Speed ---
-
-
-def predict(model, task, batch, beam, target):
-    """Return about how many seconds `batch` takes, by a few tokens of it; also warms up."""
-    encode = partial(model.encoder.forward_torchscript, batch["net_input"])
-    probe = build_generator(model, task, beam, PROBE)
-    with torch.no_grad():
-        encode()
-        encoding, _ = harness.timed(encode)
-    seconds, _ = generate(probe, model, batch, PROBE)
-    return encoding + max(0, seconds - encoding) * (target + 1) / (PROBE + 1)
 
 
 def measure(built, task, cell, args, report):
@@ -145,18 +130,8 @@ def measure(built, task, cell, args, report):
         model = built[name]
         if isinstance(model, Unavailable):
             raise model
-        predicted = predict(model, task, batch, beam, length)
-        if predicted > args.limit:
-            raise Unavailable(f"too slow: about {predicted:.0f} s per batch")
         generator = build_generator(model, task, beam, length)
-
-        def step():
-            with harness.PeakMemory(args.device) as peak:
-                seconds, _ = generate(generator, model, batch, length)
-            row.setdefault("memory", peak.bytes)
-            return seconds
-
-        return step
+        return lambda: generate(generator, model, batch, length)[0]
 
     amounts = {"sentences": B, "tokens": B * (length + 1)}
     models.measure(cell, prepare, amounts, args, report, enough=args.limit / 4)
@@ -174,7 +149,7 @@ def parse(arguments=None):
         parser.add_argument(option, type=several(at_least(1)), default=default, help=text)
     parser.add_argument("--dtype", choices=TOLERANCES, default="float32", help="default: float32")
     args = parser.parse_args(arguments)
-    args.sizes = models.chosen_sizes(parser, args, Sizes())
+    args.sizes = models.chosen_sizes(parser, args, models.SIZES)
     return args
 
 
@@ -182,7 +157,7 @@ def main(arguments=None):
     """Run the command; `arguments` are those of the command line by default."""
     args = parse(arguments)
     task = models.build_task(args.sizes.vocabulary)
-    facts = {"dtype": args.dtype, "sizes": asdict(args.sizes)}
+    facts = {"dtype": args.dtype, "sizes": vars(args.sizes)}
     with harness.Report(args, models.figure, **facts) as report:
         print(f"Measuring {args.dtype} on {report.where}; {args.sizes}.", flush=True)
         for beam in args.beams:

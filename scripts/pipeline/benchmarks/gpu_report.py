@@ -42,29 +42,22 @@ class Stage(NamedTuple):
     needs: tuple  # modules
 
 
-def tests(name):
-    """Return the stage of a file of tests."""
-    words = f"PYTHON -m pytest -q -k cuda tests/ops/{name}.py"
-    return Stage(name, f"Is it right? {name}.py", 35, words, ("cupy", "pytest"))
-
-
-def benchmark(name, title, share, script, options, *needs):
-    """Return the stage of a benchmark."""
-    words = f"PYTHON scripts/{script} {options} --output PREFIX"
-    return Stage(name, title, share, words, ("cupy", *needs))
-
-
+TESTS = ("test_operator", "test_cuda", "test_decoding", "test_short_conv")
 STAGES = (
-    *map(tests, ("test_operator", "test_cuda", "test_decoding", "test_short_conv")),
-    benchmark("operator", "The operator beside its peers, and its goals", 220,
-              "benchmark_talk_conv.py", "--lengths 10000,1000,100000,100,10 --turns 5 --limit 1 "
-              "--only 'TaLK|scaled'"),
-    benchmark("decoding", "Decoding: tokens per second", 60, "benchmark_decoding.py",
-              "--models talkconv,transformer,dynamicconv --lengths 20,100 --batches 64 --beams 5 "
-              "--dtype float16 --limit 10", "fairseq"),
-    benchmark("training", "Training: tokens per second", 60, "benchmark_training.py",
-              "--models talkconv,transformer,dynamicconv --precisions bfloat16,float32 --turns 3 "
-              "--batches 2 --limit 10", "fairseq"),
+    *(Stage(name, f"Is it right? {name}.py", 35,
+            f"PYTHON -m pytest -q -k cuda tests/ops/{name}.py", ("cupy", "pytest"))
+      for name in TESTS),
+    Stage("operator", "The operator beside its peers, and its goals", 220,
+          "PYTHON scripts/benchmark_talk_conv.py --lengths 10000,1000,100000,100,10 --turns 5 "
+          "--limit 1 --only 'TaLK|scaled' --output PREFIX", ("cupy",)),
+    Stage("decoding", "Decoding: tokens per second", 60,
+          "PYTHON scripts/benchmark_decoding.py --models talkconv,transformer,dynamicconv "
+          "--lengths 20,100 --batches 64 --beams 5 --dtype float16 --limit 10 --output PREFIX",
+          ("cupy", "fairseq")),
+    Stage("training", "Training: tokens per second", 60,
+          "PYTHON scripts/benchmark_training.py --models talkconv,transformer,dynamicconv "
+          "--precisions bfloat16,float32 --turns 3 --batches 2 --limit 10 --output PREFIX",
+          ("cupy", "fairseq")),
 )  # fmt: skip
 
 
@@ -117,7 +110,7 @@ def run_stage(command, seconds, prefix):
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)  # it may still write what it has measured
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.1 * seconds)
+            process.wait(max(2, 0.1 * seconds))
         return "stopped", f"its {seconds:.0f} s were over; what would follow is left out"
     finally:
         with contextlib.suppress(ProcessLookupError):

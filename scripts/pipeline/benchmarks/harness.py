@@ -3,6 +3,8 @@
 import argparse
 import contextlib
 import ctypes
+import gc
+import math
 import statistics
 import sys
 import time
@@ -13,6 +15,7 @@ import torch
 from pipeline.common.command import at_least, parser
 from pipeline.common.files import write_json
 from pipeline.common.machine import machine
+from pipeline.common.tables import markdown
 
 # The columns of a table, and what a number of a row is multiplied by to stand there.
 COLUMNS = {
@@ -26,20 +29,16 @@ COLUMNS = {
 }
 
 
-class Unavailable(Exception):
+class Unavailable(RuntimeError):
     """Why a peer or a model cannot run."""
 
 
-@contextlib.contextmanager
-def failures_as_unavailable():
-    """Raise Unavailable, in one line, for a lack of memory and for what a device cannot do."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
+def why_not(error):
+    """Return in one line why something cannot run, of a RuntimeError; PyTorch's are long."""
+    if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
-        raise Unavailable("out of memory") from None
-    except RuntimeError as error:
-        raise Unavailable(str(error).partition("\n")[0][:100]) from None
+        return "out of memory"
+    return str(error).partition("\n")[0][:100]
 
 
 # --- Time ---
@@ -67,36 +66,53 @@ def in_turn(steps, turns):
         yield from names[first:] + names[:first]
 
 
-def measure(results, steps, turns, enough, report=None):
-    """Put into the rows of `results` the "turns" that `steps` take, in seconds.
+def measure(
+    title, results, names, prepare, args, ours, amounts, enough=math.inf, report=lambda: None
+):
+    """Measure in turn what `prepare` gives: fill the rows of `results`, and return the steps.
 
     Args:
-        results: {name: row}; of a step that fails, the row becomes {"error": why}.
-        steps: {name: callable that does the work once and returns its seconds}. One that fails
-            takes no further turn, and is deleted.
-        enough: a step that takes longer than so many seconds takes no further turn, either.
+        title: what the results are of, in words.
+        results: {name: row}, to which a row is added for each of the `names`. It has the "turns" in
+            seconds, and what `summarise` adds; of a step that fails, it becomes {"error": why}.
+        prepare: ``prepare(name, row)`` returns a warm step: a callable that does the work once and
+            returns its seconds. It may add to the row, and raises Unavailable where it cannot run.
+        args: options, with the number of `turns`.
+        ours, amounts: as of `summarise`.
+        enough: a step that takes longer than so many seconds takes no further turn.
         report: called after each step.
     """
-    for name in in_turn(steps, turns):
+    steps = {}
+    for name in names:
+        show_progress(f"{title}: {name}, warming up")
+        results[name] = {}
         try:
-            with failures_as_unavailable():
-                seconds = steps[name]()
-        except Unavailable as error:
-            results[name] = {"error": str(error)}
-            del steps[name]
+            steps[name] = prepare(name, results[name])
+        except RuntimeError as error:
+            results[name] = {"error": why_not(error)}
+        report()
+    left = dict(steps)
+    for name in in_turn(left, args.turns):
+        show_progress(f"{title}: measuring {name}")
+        try:
+            seconds = steps[name]()
+        except RuntimeError as error:
+            results[name] = {"error": why_not(error)}
+            del left[name]
         else:
             results[name].setdefault("turns", []).append(seconds)
             if seconds > enough:
-                del steps[name]
-        if report is not None:
-            report()
+                del left[name]
+        summarise(results, ours, amounts)
+        report()
+    return steps
 
 
-def summarise(results, ours, **amounts):
-    """Add to the rows with "turns" their median, and each amount per second of it.
+def summarise(results, ours, amounts):
+    """Add to the rows with "turns" their median, and each of the `amounts` per second of it.
 
-    "speed_up" is how many times faster than that row the one named `ours` is: the median over the
-    turns.
+    `amounts` is {name: amount that a step works on}. "speed_up" is how many times faster than that
+    row the one named `ours` is: the median over the turns.
     """
     our_turns = results.get(ours, {}).get("turns")
     for row in results.values():
@@ -111,41 +127,33 @@ def summarise(results, ours, **amounts):
 # --- Memory ---
 
 
-class PeakMemory:
-    """Measure, as a context, the memory needed inside it at most beyond what was held before.
+def peak_memory(step, device):
+    """Return the bytes that one call of `step` takes at its peak, beyond what was held before.
 
-    `bytes` is of PyTorch's allocator on CUDA, and on Linux without it the process's resident
+    They are of PyTorch's allocator on CUDA, and on Linux without it of the process's resident
     memory; None elsewhere.
     """
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    before = None
+    with contextlib.suppress(OSError, AttributeError):  # not Linux, or not allowed
+        ctypes.CDLL(None).malloc_trim(0)  # or memory that was freed would be used unseen
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+        before = resident("VmRSS")
+    step()
+    return None if before is None else max(0, resident("VmHWM") - before)
 
-    def __init__(self, device):
-        self.device, self.bytes = device, None
 
-    def __enter__(self):
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self.before = torch.cuda.memory_allocated()
-        else:
-            self.before = None
-            with contextlib.suppress(OSError, AttributeError):  # not Linux, or not allowed
-                ctypes.CDLL(None).malloc_trim(0)  # or memory that was freed would be used unseen
-                Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-                self.before = self.resident("VmRSS")
-        return self
-
-    def __exit__(self, *_):
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-            self.bytes = torch.cuda.max_memory_allocated() - self.before
-        elif self.before is not None:
-            self.bytes = max(0, self.resident("VmHWM") - self.before)
-
-    @staticmethod
-    def resident(field):
-        """Return a number of /proc/self/status in bytes."""
-        status = Path("/proc/self/status").read_text()
-        return int(status.partition(field + ":")[2].split()[0]) * 1024
+def resident(field):
+    """Return a number of /proc/self/status in bytes."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(field + ":")[2].split()[0]) * 1024
 
 
 # --- Output ---
@@ -158,24 +166,16 @@ def show_progress(text=""):
 
 
 def shown(value):
-    """Return a value as a cell of a table; None is empty."""
+    """Return a value as a cell of a table."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    if value is None:
-        return ""
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int) else value
 
 
 def table(rows):
-    """Return a table with a column for each key of the `rows`: lines of Markdown, aligned.
-
-    By hand, as scripts/gpu_report.sh runs without tabulate.
-    """
+    """Return a table, in Markdown, with a column for each key of the `rows`."""
     headers = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [[shown(row.get(header)) for header in headers] for row in rows]
-    widths = [max(map(len, column)) for column in zip(headers, *lines)]
-    lines = [headers, ["-" * max(3, width) for width in widths], *lines]
-    return [f"| {' | '.join(map(str.ljust, cells, widths))} |" for cells in lines]
+    return markdown(headers, [[shown(row.get(header)) for header in headers] for row in rows])
 
 
 def title(cell):

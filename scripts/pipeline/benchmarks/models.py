@@ -1,7 +1,7 @@
 """The models that training and decoding are measured with, and what both measure alike."""
 
 import math
-from dataclasses import asdict, dataclass, replace
+from argparse import Namespace
 
 import torch
 
@@ -14,24 +14,14 @@ from fairseq.modules.dynamic_convolution import DynamicConv1dTBC
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 
 from pipeline.benchmarks import harness
-from pipeline.benchmarks.harness import Unavailable, one_of, several, show_progress
+from pipeline.benchmarks.harness import Unavailable, one_of, several
 from pipeline.common.command import at_least
 from pipeline.common.models import build_model, parse_words
 from pipeline.common.systems import words
 
 MODELS = ("talkconv", "transformer", "lightconv", "dynamicconv", "dynamicconv-band")
-
-
-@dataclass
-class Sizes:
-    """Of a model, the same on both sides but for the layers."""
-
-    width: int = 512
-    ffn: int = 1024
-    heads: int = 4
-    encoder_layers: int = 7
-    decoder_layers: int = 6
-    vocabulary: int = 10_000
+# Of a model, the same on both sides but for the layers.
+SIZES = dict(width=512, ffn=1024, heads=4, encoder_layers=7, decoder_layers=6, vocabulary=10_000)
 
 
 # --- Models, as fairseq-train builds them ---
@@ -113,45 +103,32 @@ def measure(cell, prepare, amounts, args, report, enough=math.inf):
 
     Args:
         cell: what the results are of, which are added to it.
-        prepare: ``prepare(name, row)`` warms a model up, and returns a step for harness.measure.
-            It may add to the model's row, and raises Unavailable where it cannot run.
-        amounts: {name: amount that a step works on}.
-        enough: see harness.measure.
+        prepare: as of harness.measure, but its step need not be warm.
+        amounts, enough: as of harness.measure.
     """
-    results, steps = {}, {}
+    title, results = harness.title(cell), {}
     report.cells.append(cell | {"results": results})
-    for name in args.models:
-        show_progress(f"{harness.title(cell)}: {name}, warming up")
-        results[name] = {}
-        try:
-            with harness.failures_as_unavailable():
-                steps[name] = prepare(name, results[name])
-        except Unavailable as error:
-            results[name] = {"error": str(error)}
-        report.save()
 
-    def save():
-        turns = max(len(row.get("turns", ())) for row in results.values())
-        show_progress(f"{harness.title(cell)}: turn {turns} of {args.turns}")
-        harness.summarise(results, "talkconv", **amounts)
-        report.save()
+    def warmed_up(name, row):
+        step = prepare(name, row)
+        if (seconds := step()) > args.limit:
+            raise Unavailable(f"too slow: about {seconds:.0f} s")
+        row["memory"] = harness.peak_memory(step, args.device)
+        return step
 
-    profiled = dict(steps) if args.profile else {}
     try:
-        harness.measure(results, steps, args.turns, enough, save)
+        steps = harness.measure(
+            title, results, args.models, warmed_up, args, "talkconv", amounts, enough, report.save
+        )
     finally:
-        show_progress()
-        print(f"\n{harness.title(cell)}", *harness.cell_table(report.cells[-1]), sep="\n")
-    for name, step in profiled.items():
-        print_profile(f"{harness.title(cell)}: {name}", step, args.device)
-
-
-def print_profile(title, step, device):
-    """Print where the time of a step goes: PyTorch's table of the operators that take most."""
-    with torch.profiler.profile() as profiler:
-        step()
-    key = f"self_{device}_time_total"
-    print(f"\n{title}", profiler.key_averages().table(sort_by=key, row_limit=15), sep="\n")
+        harness.show_progress()
+        print(f"\n{title}", harness.cell_table(report.cells[-1]), sep="\n")
+    for name, step in steps.items() if args.profile else ():
+        with torch.profiler.profile() as profiler:
+            step()
+        # PyTorch's table of the operators that take most.
+        where = profiler.key_averages().table(f"self_{args.device}_time_total", row_limit=15)
+        print(f"\n{title}: {name}", where, sep="\n")
 
 
 def figure(cells):
@@ -182,16 +159,15 @@ def option_parser(name, description, turns, output):
                         help=f"default: {','.join(MODELS)}")  # fmt: skip
     parser.add_argument("--profile", action="store_true",
                         help="then print where a step goes, model by model")  # fmt: skip
-    for size, default in asdict(Sizes()).items():
+    for size, default in SIZES.items():
         option = "--" + size.replace("_", "-")
         parser.add_argument(option, type=at_least(1), help=f"default: {default}")
     return parser
 
 
 def chosen_sizes(parser, args, default):
-    """Return the Sizes of the options; where there are none, the `default`."""
-    given = {name: getattr(args, name) for name in asdict(default) if getattr(args, name)}
-    sizes = replace(default, **given)
+    """Return a Namespace of the sizes in the options; where there are none, of the `default`."""
+    sizes = Namespace(**{name: getattr(args, name) or size for name, size in default.items()})
     if sizes.width % (2 * sizes.heads):
         parser.error(f"--width: expected a multiple of 2 x {sizes.heads} heads, got {sizes.width}")
     return sizes

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import math
 import os
+import shlex
 import subprocess
 import sys
 
@@ -50,14 +51,13 @@ def run_module(name, *arguments, lock=None):
     ).returncode
 
 
+def in_shell(script, *words):
+    """Return a command of ``scripts/SCRIPT.sh`` as a line that a shell takes."""
+    return shlex.join([f"scripts/{script}.sh", *map(str, words)])
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that stops as `run` does: with one line and status 2."""
-
-    def parse_args(self, args=None, namespace=None):
-        args, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"{unknown[0]}: no such option")
-        return args
 
     def error(self, message):
         message = message.removeprefix("argument ")
@@ -66,12 +66,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{name}: {message} (see --help)\n")
 
 
-def parser(name, description, epilog=None):
+def parser(name, description):
     """Return a `Parser` for ``scripts/NAME`` that keeps the lines of its texts."""
     return Parser(
         prog=f"scripts/{name}",
         description=description,
-        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -95,25 +95,16 @@ def read_runs(path):
     Raises ValueError if there is no log or nothing of a training in it.
     """
     path = Path(path)
-    if path.is_dir():
-        logs = [*path.glob("*.log"), *path.glob("log.txt")]
-        runs = {log.name: run for log in sorted(logs) if (run := _read(log))}
-        if len(runs) > 1:
-            got = " and ".join(runs)
-            raise ValueError(f"{path}: expected one log of fairseq-train in the folder, got {got}")
-        logs = [] if runs else sorted(path.glob("training/**/train.log"))
-        runs |= {log.parent.name: run for log in logs if (run := _read(log))}
-        if not runs:
-            raise ValueError(f"{path}: expected one log of fairseq-train in the folder, got none")
-        return runs
-    if not path.is_file():
-        raise ValueError(f"{path}: expected a log or a folder with one, got no such file")
-    if run := _read(path):
-        return {path.name: run}
-    raise ValueError(
-        f"{path}: expected a log of fairseq-train in the formats simple or json, got none of its "
-        "statistics"
-    )
+    logs = [path] if path.is_file() else [*path.glob("*.log"), *path.glob("log.txt")]
+    runs = {log.name: run for log in sorted(logs) if (run := _read(log))}
+    if len(runs) > 1:
+        raise ValueError(f"{path}: expected one log of fairseq-train, got {' and '.join(runs)}")
+    logs = [] if runs else sorted(path.glob("training/**/train.log"))
+    runs |= {log.parent.name: run for log in logs if (run := _read(log))}
+    if not runs:
+        wanted = "of fairseq-train in the formats simple or json, or a folder with one"
+        raise ValueError(f"{path}: expected a log {wanted}, got none")
+    return runs
 
 
 def read_log(path):

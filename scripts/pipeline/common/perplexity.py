@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 
+from pipeline.common.files import read_lines
 from talk_fairseq.checkpoint_files import read_checkpoint
 
 END, UNKNOWN = "</s>", "<unk>"
@@ -25,8 +26,7 @@ class TestSet:
 
     def __init__(self, corpus, language):
         def tokens_of(split):
-            text = (corpus / "pieces" / f"{split}.{language}").read_text(encoding="utf-8")
-            lines = text.removesuffix("\n").split("\n")
+            lines = read_lines(corpus / "pieces" / f"{split}.{language}")
             return [token for line in lines for token in (*line.split(" "), END)]
 
         train, test = tokens_of("train"), tokens_of("test")
@@ -56,17 +56,10 @@ def read_model(checkpoint, tokens):
     """
     evaluated = checkpoint.with_suffix(".txt")
     text = evaluated.read_text(encoding="utf-8")
-    found = [
-        re.findall(pattern, text)
-        for pattern in (
-            r"num\. model params: ([\d,]+)",
-            r"Evaluated ([\d,]+) tokens",
-            r"Loss \(base 2\): ([\d.]+),",
-        )
-    ]
-    if [len(matches) for matches in found] != [1, 1, 1]:
+    numbers = r"num\. model params: ([\d,]+).*Evaluated ([\d,]+) tokens.*Loss \(base 2\): ([\d.]+),"
+    if not (found := re.search(numbers, text, re.DOTALL)):
         raise ValueError(f"{evaluated}: expected the output of fairseq-eval-lm")
-    parameters, scored = (int(matches[0].replace(",", "")) for matches in found[:2])
+    parameters, scored = (int(found[n].replace(",", "")) for n in (1, 2))
     if scored != tokens:
         raise ValueError(f"{evaluated}: expected a score of all {tokens:,} tokens, got {scored:,}")
     state = read_checkpoint(checkpoint)
@@ -75,4 +68,4 @@ def read_model(checkpoint, tokens):
         "updates": state["optimizer_history"][-1]["num_updates"],
         "seconds": round(state["extra_state"]["previous_training_time"]),
     }
-    return facts, float(found[2][0])
+    return facts, float(found[3])

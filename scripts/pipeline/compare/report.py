@@ -12,7 +12,7 @@ from pipeline.common.folder import show
 from pipeline.common.tables import markdown
 from pipeline.compare.scores import SCORES
 from pipeline.plots.curves import curves_figure
-from pipeline.plots.figures import MARKERS, add_legend, colours, save_figure
+from pipeline.plots.figures import add_legend, looks, save_figure
 
 TITLES = {"mt": "sacreBLEU", "lm": "perplexity", "summ": "ROUGE-L"}
 SCORE_HEADERS = {
@@ -175,14 +175,12 @@ def speed_figure(results):
     task, systems = results["task"], results["systems"]
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    for number, ((name, row), colour) in enumerate(zip(systems.items(), colours(len(systems)))):
+    for (name, row), look in zip(systems.items(), looks(len(systems))):
         if "score" not in row or not row["speed"]:
             continue
+        look |= {"linestyle": "none", "markersize": 10, "label": name}
         for axis, speed in zip(axes, ("training_tokens", "generated_sentences")):
-            axis.plot(
-                row["speed"][f"{speed}_per_second"], row["score"], linestyle="none", label=name,
-                color=colour, marker=MARKERS[number % len(MARKERS)], markersize=10,
-            )  # fmt: skip
+            axis.plot(row["speed"][f"{speed}_per_second"], row["score"], **look)
     lower = " (lower is better)" if task == "lm" else ""
     axes[0].set(xlabel="training tokens per second", ylabel=TITLES[task] + lower)
     axes[1].set(xlabel=f"generated {unit(task)} per second")

@@ -16,7 +16,7 @@ def measure_speeds(args, words, checkpoints):
         words: ``{system: the words after fairseq-train}``.
         checkpoints: ``{system: its averaged checkpoint}``.
     """
-    from pipeline.benchmarks.harness import PeakMemory, in_turn, timed
+    from pipeline.benchmarks.harness import in_turn, peak_memory, timed
 
     steps = {name: build_measured(args, words[name], checkpoints[name]) for name in words}
     _, task = configure(next(iter(words.values())))
@@ -32,11 +32,9 @@ def measure_speeds(args, words, checkpoints):
         }
         for name, row in rows.items():
             own = [step for (of, _), step in calls.items() if of == name]
-            for step in own:  # all, so that what is allocated once is there
-                step()
-            with PeakMemory(args.device) as peak:
-                tokens = sum(step() for step in own)
-            row[what] = {"tokens": tokens, "memory": peak.bytes}
+            tokens = sum(step() for step in own)  # all, so that what is allocated once is there
+            memory = peak_memory(lambda own=own: [step() for step in own], args.device)
+            row[what] = {"tokens": tokens, "memory": memory}
         seconds = {call: [] for call in calls}
         for call in in_turn(calls, args.turns):
             seconds[call].append(timed(calls[call])[0])

@@ -48,7 +48,7 @@ and the best on the validation set counts; further seeds have that one. Where th
 rates is the highest or the lowest, twice or half of it is tried too, until the best is inside.
 Averages the last checkpoints, scores the test set, and measures speed and memory of all systems in
 turn. Systems and schedules are in configs/verses/; --systems takes what you add there.
-docs/results.md says more.
+docs/results.md says more, and what is in the folder.
 
   --task mt     translation: sacreBLEU with a 95% interval, and p by sacreBLEU's paired bootstrap
                 against TaLK (default)
@@ -59,16 +59,6 @@ docs/results.md says more.
 There is no ConvS2S for language models and summaries.
 
 Run it again to go on where it stopped; add --systems or --seeds to the same folder to compare more.
-"""
-FOLDER = """\
-the folder:
-  compare.md, results.json           the table; every number, options, versions, machine
-  validation.png, speed.png          validation over updates and time; the score over speed
-  settings.json                      what all systems share; another run in the folder is refused
-  corpus/, binarised/                the text, in pieces and as numbers
-  SYSTEM/RATE/SEED/train.log, averaged.pt, generated/, averaged.txt (lm: perplexity)
-  SYSTEM/RATE/SEED/checkpoints/      while it trains; diverged: there is nothing to average
-  speeds.json                        seconds of each turn, tokens and sentences per second, memory
 """
 MADE = ("speeds.json", "prepare.log", "compare.md", "results.json", "validation.png", "speed.png")
 
@@ -90,7 +80,7 @@ def times(rate, factor):
 
 def parse(arguments=None):
     """Return the options, with what depends on others filled in. Raises BadInput."""
-    options = parser("compare.sh", DESCRIPTION, FOLDER)
+    options = parser("compare.sh", DESCRIPTION)
     add = options.add_argument
     add("--preset", choices=("cpu", "gpu"), default="cpu",
         help="cpu: small models, an hour to two on two cores; gpu: models of IWSLT's size and "
@@ -258,7 +248,10 @@ class Comparison:
                 words += resuming(checkpoints)
                 self.commands.run(words, folder / "train.log", read, title if args.jobs > 1 else "")
                 done.touch()
-            average(last_checkpoints(checkpoints, args.updates, args.schedule.averaged), partial)
+            from pipeline.recipes import average
+
+            last = last_checkpoints(checkpoints, args.updates, args.schedule.averaged)
+            average.save(average.average_checkpoints(last), partial)
 
         try:
             self.once(f"training {title}", diverged if diverged.exists() else made, make)
@@ -373,7 +366,9 @@ class Comparison:
                 systems[name].setdefault("diverged", []).append(seed)
             elif self.is_trained(name, seed):
                 systems[name]["seeds"][str(seed)] = {"validation": self.validation(name, seed)}
-                systems[name]["parameters"] = self.parameters(name, seed)
+                log = (self.run_folder(name, seed) / "train.log").read_text(encoding="utf-8")
+                count = re.search(r"num\. shared model params: ([\d,]+)", log)[1]
+                systems[name]["parameters"] = int(count.replace(",", ""))
         results = {
             "task": args.task,
             "preset": args.preset,
@@ -387,22 +382,10 @@ class Comparison:
         score(results, self.folder.corpus, args.languages, self.run_folder)
         return results
 
-    def parameters(self, name, seed):
-        """Return the number of parameters of a run, as fairseq logged it."""
-        log = (self.run_folder(name, seed) / "train.log").read_text(encoding="utf-8")
-        return int(re.search(r"num\. shared model params: ([\d,]+)", log)[1].replace(",", ""))
-
     def validation(self, name, seed, rate=None):
         """Return ``[{"updates", "loss", "ppl"}, …]`` of a run, as fairseq logged them."""
         entries = read_log(self.run_folder(name, seed, rate) / "train.log")["valid"]
         return [{key: entry[key] for key in ("updates", "loss", "ppl")} for entry in entries]
-
-
-def average(paths, output):
-    """Write the average of some checkpoints."""
-    from pipeline.recipes.average import average_checkpoints, save
-
-    save(average_checkpoints(paths), output)
 
 
 def compare(arguments=None):

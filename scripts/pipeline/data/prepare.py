@@ -11,7 +11,6 @@ are done; so a run that was stopped goes on with the stage it was in.
 
 import functools
 import logging
-import os
 import sys
 from concurrent.futures import BrokenExecutor
 from contextlib import ExitStack, closing
@@ -23,6 +22,7 @@ from pipeline.common import command
 from pipeline.common.command import BadInput, Failed
 from pipeline.common.files import read_json, remove, write_json
 from pipeline.common.folder import Folder, show
+from pipeline.common.machine import cores
 from pipeline.common.paths import ROOT
 from pipeline.data.archives import URL, download, gather
 from pipeline.data.benchmarks import BENCHMARKS, SPLITS, archives_of, describe, how_to_get
@@ -50,12 +50,6 @@ class Preparation:
         self.folder = self.output.with_name(f"{self.output.name}.partial") / "made"
         self.languages = self.benchmark.languages
         self.vocabulary = args.vocabulary or self.benchmark.vocabulary
-        self.settings = {
-            "data": args.data,
-            "download": args.download,
-            "pretokenized": args.pretokenized,
-            "vocabulary": self.vocabulary,
-        }
         source, target = [*self.languages, None][:2]
         self.prepared = {
             "benchmark": name,
@@ -66,7 +60,12 @@ class Preparation:
             "subwords": "sentencepiece" if target else "none",
             "lines": {},
             "checks": [],
-            "settings": self.settings,
+            "settings": {
+                "data": args.data,
+                "download": args.download,
+                "pretokenized": args.pretokenized,
+                "vocabulary": self.vocabulary,
+            },
             "stages": [],
         }
 
@@ -86,9 +85,11 @@ class Preparation:
             raise ValueError(f"{message} (--other-counts, if the data is other on purpose)")
         print(f"warning: {message}", file=sys.stderr)
 
-    def check_cleaned(self):
-        """Check the training data after cleaning against the published number of pairs."""
-        for split in ["train", *(["valid"] if self.benchmark.valid_every else [])]:
+    def check_cleaned(self, made):
+        """Check the number of pairs that cleaning left, if it counts what is `made`."""
+        if self.benchmark.clean != made:
+            return
+        for split in ("train", "valid") if self.benchmark.valid_every else ("train",):
             found, published = self.prepared["lines"][split], self.benchmark.lines[split]
             self.check(f"pairs of {split}", found, published, exact=False)
 
@@ -96,17 +97,24 @@ class Preparation:
         """Return the files of a split, one a language."""
         return [self.folder / f"{prefix}{split}.{lang}" for lang in self.languages]
 
-    def go_through(self, function, prefix, split):
-        """Return `in_parallel` of the pairs of a split with a progress bar."""
-        pairs = pairs_of(self.paths(prefix, split))
-        return tqdm(
+    def go_through(self, function, prefix, split, made):
+        """Yield ``(pair, result)`` of `in_parallel` over a split with a progress bar.
+
+        The results are what is `made`: "tokens" or "pieces". Where cleaning counts these, the pairs
+        that it drops are left out.
+        """
+        benchmark, pairs = self.benchmark, pairs_of(self.paths(prefix, split))
+        cleaning = split == "train" and benchmark.clean == made
+        for pair, result in tqdm(
             in_parallel(function, pairs, self.args.workers),
             desc=split,
             total=self.prepared["lines"][split],
             unit=" lines",
             unit_scale=True,
             mininterval=0.5 if sys.stderr.isatty() else 60,
-        )
+        ):
+            if not cleaning or is_kept(*result, benchmark.longest, benchmark.ratio):
+                yield pair, result
 
 
 # --- Plain text ---
@@ -146,43 +154,33 @@ def write_plain(prep):
 def write_tokenized(prep):
     """Write ``tokenized.{train,valid,test}.LANG``, and clean by tokens where that is asked."""
     benchmark, lines = prep.benchmark, prep.prepared["lines"]
-    with ExitStack() as stack:
-
-        def writer_of(prefix, split):
-            return stack.enter_context(Writer(prep.paths(prefix, split)))
-
-        for split in list(lines):
-            training = split == "train"
-            cleaning = training and benchmark.clean == "tokens"
-            validating = training and benchmark.valid_every
-            tokens = list  # of what comes tokenised
-            if benchmark.tokenizer == "moses":
-                tokens = functools.partial(
-                    tokenize_pairs,
-                    languages=benchmark.languages,
-                    normalize=benchmark.normalize and training,
-                    split_dashes=benchmark.split_dashes,
-                    straight=benchmark.straight and not training,
-                    lowercase=benchmark.lowercase,
-                )
-            writer = writer_of("tokenized.", split)
-            if validating:
-                valid, plain = writer_of("tokenized.", "valid"), writer_of("", "valid")
-            kept = 0
-            for pair, tokenized in prep.go_through(tokens, "", split):
-                if cleaning and not is_kept(*tokenized, benchmark.longest, benchmark.ratio):
-                    continue
-                kept += 1
-                if validating and kept % benchmark.valid_every == 0:
-                    valid.write(tokenized)
-                    plain.write(pair)
+    for split in list(lines):
+        training = split == "train"
+        every = benchmark.valid_every if training else 0
+        tokens = list  # of what comes tokenised
+        if benchmark.tokenizer == "moses":
+            tokens = functools.partial(
+                tokenize_pairs,
+                languages=benchmark.languages,
+                normalize=benchmark.normalize and training,
+                split_dashes=benchmark.split_dashes,
+                straight=benchmark.straight and not training,
+                lowercase=benchmark.lowercase,
+            )
+        places = [("tokenized.", split)]
+        if every:
+            places += [("tokenized.", "valid"), ("", "valid")]
+        with ExitStack() as stack:
+            writers = [stack.enter_context(Writer(prep.paths(*place))) for place in places]
+            found = prep.go_through(tokens, "", split, "tokens")
+            for number, (pair, tokenized) in enumerate(found, 1):
+                if every and number % every == 0:
+                    writers[1].write(tokenized)
+                    writers[2].write(pair)
                 else:
-                    writer.write(tokenized)
-            lines[split] = writer.lines
-            if validating:
-                lines["valid"] = valid.lines
-    if benchmark.clean == "tokens":
-        prep.check_cleaned()
+                    writers[0].write(tokenized)
+            lines |= {of: writer.lines for (_, of), writer in zip(places, writers)}
+    prep.check_cleaned("tokens")
 
 
 # --- Pieces ---
@@ -205,14 +203,11 @@ def write_pieces(prep):
     )
     encode = functools.partial(encode_pairs, model=model)
     for split in prep.prepared["lines"]:
-        cleaning = split == "train" and benchmark.clean == "pieces"
         with Writer(prep.paths("pieces.", split)) as writer:
-            for _, pieces in prep.go_through(encode, "tokenized.", split):
-                if not cleaning or is_kept(*pieces, benchmark.longest, benchmark.ratio):
-                    writer.write(pieces)
+            for _, pieces in prep.go_through(encode, "tokenized.", split, "pieces"):
+                writer.write(pieces)
         prep.prepared["lines"][split] = writer.lines
-    if benchmark.clean == "pieces":
-        prep.check_cleaned()
+    prep.check_cleaned("pieces")
 
 
 def copy_pretokenized(prep):
@@ -322,7 +317,7 @@ def prepare(prep):
         print(f"{output} is ready; --restart prepares it again")
         return
     with closing(Folder(prep.folder.parent, "preparation", ["made"], "--output")) as folder:
-        folder.open(prep.settings, restart)
+        folder.open(prep.prepared["settings"], restart)
         go_on(prep)
         remove(output)
         prep.folder.rename(output)
@@ -346,11 +341,10 @@ def parse(name, arguments):
     add("--downloads", default=ROOT / "data-bin/downloads", metavar="DIR", help="where downloads "
         "are kept, each under its address (default: data-bin/downloads)")  # fmt: skip
     add("--output", metavar="DIR", help=f"the folder to write (default: data-bin/{name})")
-    add("--workers", type=command.at_least(1), default=len(os.sched_getaffinity(0)), metavar="N",
-        help="processes (default: as many as there are cores)")  # fmt: skip
-    add(
-        "--other-counts", action="store_true", help="only report line counts that are not published"
-    )
+    add("--workers", type=command.at_least(1), default=cores(), metavar="N", help="processes "
+        "(default: as many as there are cores)")  # fmt: skip
+    add("--other-counts", action="store_true", help="only report line counts that are not "
+        "published")  # fmt: skip
     add("--restart", action="store_true", help="remove what an earlier run left, and prepare again")
     if len(benchmark.languages) == 2:
         add("--vocabulary", type=command.at_least(1), metavar="N", help="words of a dictionary")

@@ -21,14 +21,6 @@ TITLES = {
 }
 
 
-def _time_unit(seconds):
-    """Return ``(unit, its seconds)`` that suits a time."""
-    for unit, length in (("hours", 3600), ("minutes", 60)):
-        if seconds > 2 * length:
-            return unit, length
-    return "seconds", 1
-
-
 def label_logarithm(axis):
     """Put a logarithmic scale on y, with plain numbers at ticks that do not touch each other."""
     axis.set_yscale("log")
@@ -55,7 +47,9 @@ def curves_figure(runs, keys=None):
     if not drawn:
         raise ValueError(f"keys: expected some of what was logged, got {', '.join(wanted)}")
     longest = max((e["seconds"] for e in entries if math.isfinite(e["seconds"])), default=0)
-    unit, length = _time_unit(longest)
+    unit, length = ("hours", 3600) if longest > 7200 else ("minutes", 60)
+    if longest <= 120:
+        unit, length = "seconds", 1
 
     figure = Figure(figsize=(11, 2.7 * len(drawn) + 0.4 + 0.25 * len(runs)), layout="constrained")
     axes = figure.subplots(len(drawn), 2, squeeze=False, sharey="row", sharex="col")

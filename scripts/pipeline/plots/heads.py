@@ -54,11 +54,11 @@ def layer_of(conv, offset_left, offset_right):
 
 
 @torch.no_grad()
-def look(model, source, target):
-    """Return ``{side: [Layer, …]}`` of one pass over token numbers, both (T,).
+def look(model, encoder=None, decoder=None):
+    """Return ``{side: [Layer, …]}`` of one pass over the token numbers (T,) of each side.
 
-    `target` is what the decoder is given, an end of sentence first; None leaves the decoder out.
-    `source` is None for a language model.
+    Those of the decoder begin with an end of sentence; None leaves the decoder out. A language
+    model has no encoder.
     """
     seen, handles = {}, []
 
@@ -71,11 +71,11 @@ def look(model, source, target):
             handles.append(module.register_forward_hook(partial(record, layers)))
     try:
         context = {}
-        if source is not None:
-            lengths = torch.tensor([len(source)])
-            context["encoder_out"] = model.encoder(source[None], lengths)
-        if target is not None:
-            model.decoder(target[None], features_only=True, **context)
+        if encoder is not None:
+            lengths = torch.tensor([len(encoder)])
+            context["encoder_out"] = model.encoder(encoder[None], lengths)
+        if decoder is not None:
+            model.decoder(decoder[None], features_only=True, **context)
     finally:
         for handle in handles:
             handle.remove()
@@ -134,8 +134,7 @@ def look_at(model, task, cut, text, target=None, names=("--text", "--target"), l
         names: of both texts, for the ValueError where the model cannot take one.
         longest: the most tokens (default: those that the model takes).
     """
-    limit = model.max_positions()
-    longest = min(longest, *(limit if isinstance(limit, tuple) else [limit]))
+    longest = min(longest, np.min(model.max_positions()))
 
     def tokens_of(name, text, dictionary, end_first):
         is_text = isinstance(text, str)
@@ -149,7 +148,6 @@ def look_at(model, task, cut, text, target=None, names=("--text", "--target"), l
         tokens = [end, *pieces] if end_first else [*pieces, end]
         return tokens, torch.tensor([dictionary.index(token) for token in tokens])
 
-    tokens, numbers = {}, {"encoder": None, "decoder": None}
     if getattr(model, "encoder", None) is not None:
         sides = {"encoder": (names[0], text, task.source_dictionary, False)}
         if target is not None:
@@ -158,10 +156,9 @@ def look_at(model, task, cut, text, target=None, names=("--text", "--target"), l
         raise ValueError(f"{names[1]}: expected none for a language model, got text")
     else:
         sides = {"decoder": (names[0], text, task.target_dictionary, True)}
-    for side, given in sides.items():
-        tokens[side], numbers[side] = tokens_of(*given)
-    seen = look(model, numbers["encoder"], numbers["decoder"])
-    return {side: (tokens[side], layers) for side, layers in seen.items()}
+    found = {side: tokens_of(*given) for side, given in sides.items()}
+    seen = look(model, **{side: numbers for side, (_, numbers) in found.items()})
+    return {side: (found[side][0], layers) for side, layers in seen.items()}
 
 
 def translate(model, task, tokens):

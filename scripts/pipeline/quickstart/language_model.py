@@ -6,7 +6,6 @@ from pipeline.common.command import BadInput, run
 from pipeline.common.files import read_lines, remove, write_json, write_lines
 from pipeline.common.folder import show
 from pipeline.common.systems import words
-from pipeline.quickstart.clock import train
 from pipeline.quickstart.session import Session, options
 
 NAME = "quickstart_lm"
@@ -45,7 +44,7 @@ def learn(args):
     session.prepare()
     for name, command in trainings.items():
         folder, model = out / "training" / name, out / f"{name}.pt"
-        train(session, f"training {name}", folder, command, keep=1)
+        session.train(f"training {name}", folder, command, keep=1)
         if not model.exists():
             session.run(["mv", folder / "falling/checkpoint_last.pt", model])
     for name in models:

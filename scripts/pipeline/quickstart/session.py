@@ -1,12 +1,13 @@
 """What the quick starts share: options, the folder of a run, and commands that are listed."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
 
-from pipeline.common.command import at_least, parser
-from pipeline.common.fairseq import Commands, in_words
+from pipeline.common.command import Failed, at_least, parser
+from pipeline.common.fairseq import Commands, in_words, resuming, training
 from pipeline.common.files import read_lines, write_lines, write_whole
 from pipeline.common.folder import show
 from pipeline.common.machine import has_gpu
@@ -19,6 +20,7 @@ MADE = (  # all that a quick start leaves in its folder, beside what is made of 
     *("talkconv_plus_wide_lm.pt", "talkconv_plus_wide_lm.txt", "prompt.txt", "continuations.txt"),
     *("results.json", "commands.txt", "log.txt"),
 )
+LEAST = 20  # seconds of a training by the clock
 KEPT_BACK = 90  # seconds, to load fairseq several times and for what comes after training
 
 
@@ -144,9 +146,72 @@ class Session:
             show("\n".join(read_lines(self.log)[-3:]))  # what the text is, and how much of it
         self.once(*numbers)
 
+    def train(self, title, folder, words, keep):
+        """Train a model, unless that is done, and return how many updates it has had.
+
+        For as many as were asked for, or else by the clock, in two legs. In the first the learning
+        rate stays up, for a third of the time. Its updates tell how many this machine will make in
+        the rest, over which the rate falls to zero in the second. If the machine turns slower, the
+        second leg still stops in time. A training that was stopped goes on where it was.
+
+        Args:
+            title: what is trained, in words.
+            folder: for its checkpoints; the final ones are in ``falling``.
+            words: fairseq-train with its options, but for the schedule and the checkpoints.
+            keep: how many of the last checkpoints, beside ``checkpoint_last.pt``.
+        """
+        plan, done, origin = folder / "plan", folder / "done", folder / "steady/checkpoint_last.pt"
+        log = folder / "train.log"
+        updates, warmup = self.args.updates, self.settings["warmup"]
+        seconds = max(LEAST, self.seconds())
+        first = seconds // 3
+
+        def steady(partial):
+            self.run([
+                *words, "--stop-time-hours", f"{first / 3600:.4f}", "--warmup-updates", warmup,
+                "--total-num-update", 10**9, "--save-interval-updates", 100,
+                "--keep-interval-updates", 1, *resuming(folder / "steady"),
+            ], training(by_the_clock(first)), log)  # fmt: skip
+            made = reached(log)
+            partial.write_text(f"{made} {made + made * 19 // 10}\n")
+
+        def falling(partial):
+            stop = [] if updates else ["--stop-time-hours", f"{seconds / 3600:.4f}"]
+            share = (lambda so_far: so_far / end) if updates else by_the_clock(seconds - first)
+            self.run([
+                *words, *stop, "--warmup-updates", start or min(warmup, end // 4),
+                "--total-num-update", end, "--max-update", end,
+                "--save-interval-updates", max(1, (end - start) // 40),
+                "--keep-interval-updates", keep, *resuming(folder / "falling", origin),
+            ], training(share), log)  # fmt: skip
+            partial.write_text(f"{reached(log)}\n")
+
+        if updates:
+            start, end, title = 0, updates, f"{title} for {updates} updates"
+        else:
+            self.folder.once(f"{title}, first leg: {first} seconds", plan, steady)
+            start, end = map(int, plan.read_text().split())
+            title += f", second leg: updates {start} to {end}, at most {seconds - first} seconds"
+        self.folder.once(title, done, falling)
+        return int(done.read_text())
+
     def finish(self):
         """Show the list of the commands, and how long it took."""
         show("\n== the commands, in order")
         show("\n".join(read_lines(self.listed)))
         minutes, seconds = divmod(int(time.monotonic() - self.started), 60)
         show(f"\n== done in {minutes} min {seconds} s; everything is in {self.out}")
+
+
+def reached(log):
+    """Return the number of updates at the last checkpoint that was saved or loaded."""
+    counts = re.findall(r"@ (\d+) updates", log.read_text(encoding="utf-8", errors="replace"))
+    if not counts:
+        raise Failed(f"{log}: expected checkpoints of a training, got none")
+    return int(counts[-1])
+
+
+def by_the_clock(seconds):
+    """Return a function that tells which share of so many seconds from now is over."""
+    began = time.monotonic()
+    return lambda _: (time.monotonic() - began) / seconds

@@ -7,7 +7,6 @@ from pipeline.common.fairseq import generation, last_checkpoints
 from pipeline.common.files import read_lines
 from pipeline.common.folder import show
 from pipeline.common.generated import read_hypotheses
-from pipeline.quickstart.clock import train
 from pipeline.quickstart.session import Session, options
 
 NAME = "quickstart"
@@ -29,7 +28,7 @@ def learn(args):
     out = session.out
 
     session.prepare()
-    updates = train(session, "training", out / "training", training, AVERAGED)
+    updates = session.train("training", out / "training", training, AVERAGED)
 
     averaged = out / "averaged.pt"
     last = last_checkpoints(out / "training/falling", updates, AVERAGED)

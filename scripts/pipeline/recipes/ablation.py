@@ -1,11 +1,10 @@
 """Train and score the ablation of the paper's Table 7; see scripts/ablation.sh --help."""
 
-import shlex
 import statistics
 from pathlib import Path
 
 from pipeline.common import command
-from pipeline.common.command import BadInput, Failed, run_module
+from pipeline.common.command import BadInput, Failed, in_shell, run_module
 from pipeline.common.files import read_json, write_json
 from pipeline.common.paths import ROOT
 from pipeline.common.tables import markdown
@@ -47,11 +46,6 @@ def steps_of(row, seed, args):
     name = f"{BENCHMARK}/{row}"
     training = ["train", name, "--save-dir", folder, *shared, f"common.seed={seed}"]
     return folder, [training, ["evaluate", name, folder, "--split", "valid", *shared]]
-
-
-def in_shell(script, *words):
-    """Return a step as a line that a shell takes."""
-    return shlex.join([f"scripts/{script}.sh", *map(str, words)])
 
 
 def score(row, seed, args):

@@ -276,29 +276,29 @@ def candidates_of(evaluation):
 
     Raises BadInput if there is nothing to choose from.
     """
-    present, values = {}, {}
+    if "valid" not in evaluation.prepared["lines"]:
+        raise BadInput(f"--tune: expected a validation set in {evaluation.data}, got none")
+    values = {}
     if evaluation.is_run and not evaluation.ema:
         pattern = recipe_average(evaluation.config)[1]
         there = len(checkpoint_paths(evaluation.checkpoints, pattern))
-        present["average"] = evaluation.average
-        values["average"] = [count for count in AVERAGES if count <= max(1, there)]
+        counts = [count for count in AVERAGES if count <= max(1, there)]
+        values["average"] = [evaluation.average, *counts]
+    generation = GenerationConfig(**evaluation.config.get("generation", {}))
     if evaluation.target is not None:
-        values["generation.lenpen"] = LENPENS
+        values["generation.lenpen"] = [generation.lenpen, *LENPENS]
     if evaluation.benchmark == "cnn_dm":
-        values["generation.max_len_b"] = LENGTHS
-    for key in values.keys() - present.keys():
-        default = getattr(GenerationConfig, key.removeprefix("generation."))
-        present[key] = OmegaConf.select(evaluation.config, key, default=default)
+        values["generation.max_len_b"] = [generation.max_len_b, *LENGTHS]
     if not values:
         raise BadInput("--tune: expected several checkpoints to choose from, got one")
-    return {key: list(dict.fromkeys([present[key], *some])) for key, some in values.items()}
+    return {key: list(dict.fromkeys(some)) for key, some in values.items()}
 
 
 def tune(evaluation, settings, candidates):
     """Return ``(settings, trials)``: those that score best on the validation set, and all.
 
     One key after the other is chosen, with the best values so far of the ones before; of equal
-    scores the first stays.
+    scores the first stays. Without candidates the settings stay, and nothing is tried.
     """
     sign = -1 if evaluation.reported == "perplexity" else 1
     trials = []
@@ -323,19 +323,15 @@ def tune(evaluation, settings, candidates):
 def evaluate(args):
     """Return the result, as in scores.json. Raises BadInput, ValueError or OSError."""
     evaluation = Evaluation(args)
-    settings, trials = {"average": evaluation.average}, None
-    if args.tune:
-        candidates = candidates_of(evaluation)
-        if "valid" not in evaluation.prepared["lines"]:
-            raise BadInput(f"--tune: expected a validation set in {evaluation.data}, got none")
-    else:
-        evaluation.paths(evaluation.average)
+    evaluation.paths(evaluation.average)
+    candidates = candidates_of(evaluation) if args.tune else {}
     evaluation.output.mkdir(parents=True, exist_ok=True)
     written = evaluation.output / "scores.json"
     written.unlink(missing_ok=True)
+    settings = {"average": evaluation.average}
+    settings |= {key: values[0] for key, values in candidates.items()}
+    settings, trials = tune(evaluation, settings, candidates)
     if args.tune:
-        settings |= {key: values[0] for key, values in candidates.items()}
-        settings, trials = tune(evaluation, settings, candidates)
         evaluation.changed.pop("average", None)
     scores = evaluation.score(args.split, settings)
     paths = evaluation.paths(settings["average"])

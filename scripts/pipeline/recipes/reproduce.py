@@ -4,10 +4,9 @@ import shlex
 import sys
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
 
 from pipeline.common import command
-from pipeline.common.command import BadInput, run_module
+from pipeline.common.command import BadInput, in_shell, run_module
 from pipeline.common.files import write_whole
 from pipeline.common.folder import Folder, show
 from pipeline.common.paths import ROOT
@@ -47,25 +46,12 @@ def parse(arguments):
     return parser.parse_intermixed_args(given)
 
 
-class Step(NamedTuple):
-    """A script of ``scripts/``, the module that it runs, and the words of its command.
-
-    `words` say what is made, `where` on which devices.
-    """
-
-    script: str
-    module: tuple
-    words: list
-    where: list
-
-    def __str__(self):
-        return shlex.join(map(str, [f"scripts/{self.script}.sh", *self.words, *self.where]))
-
-
 def steps_of(args):
     """Return the folder of the run, the file of the result and the steps.
 
-    Raises BadInput for what a step would refuse, so that it is refused before hours of preparing.
+    A step is ``(script, words, where)``: the words of its command say what is made, and `where` on
+    which devices. Raises BadInput for what a step would refuse, so that it is refused before hours
+    of preparing.
     """
     name = find_config(args.name)[0]
     benchmark = name.partition("/")[0]
@@ -88,13 +74,9 @@ def steps_of(args):
         raise BadInput(f"--data: expected none, as there is no scripts/{script}.sh; see --data-bin")
     train_words = [args.name, "--data", data_bin, "--save-dir", save_dir, *trained]
     evaluate_words = [args.name, save_dir, "--data", data_bin, "--results", results, *scored]
-    steps = [
-        Step("train", ("recipes.train",), train_words, where),
-        Step("evaluate", ("recipes.evaluate",), evaluate_words, cpu),
-    ]
+    steps = [("train", train_words, where), ("evaluate", evaluate_words, cpu)]
     if prepare:
-        module = ("data.prepare", benchmark)
-        steps.insert(0, Step(script, module, ["--output", data_bin, *prepare], []))
+        steps.insert(0, (script, ["--output", data_bin, *prepare], []))
     return save_dir, results, steps
 
 
@@ -102,30 +84,31 @@ def reproduce(args):
     """Run what is left to do; return the exit status of the step that failed, if one did."""
     save_dir, results, steps = steps_of(args)
     if args.dry_run:
-        print("\n".join(map(str, steps)))
+        print("\n".join(in_shell(script, *words, *where) for script, words, where in steps))
         return 0
     with closing(Folder(save_dir, "run", (), "--save-dir")) as folder:
         folder.acquire()
         for step in steps:
-            if status := once(step, folder):
+            if status := once(folder, *step):
                 return status
     show(f"== the result is in {results}")
 
 
-def once(step, folder):
+def once(folder, script, words, where):
     """Run a step unless it has ended well with the same words; return its exit status."""
-    done, said = folder.path / f"{step.script}.done", shlex.join(map(str, step.words))
-    # Preparing finds out itself what is done, which other runs may have done.
-    prepares = step.script.startswith("prepare_")
-    if not prepares and done.exists() and done.read_text() == said:
-        show(f"== {step.script}: done before")
+    if benchmark := script.partition("prepare_")[2]:
+        # Preparing finds out itself what is done, which other runs may have done.
+        show(f"== {script}")
+        return run_module("data.prepare", benchmark, *words, lock=folder.lock)
+    done, said = folder.path / f"{script}.done", shlex.join(map(str, words))
+    if done.exists() and done.read_text() == said:
+        show(f"== {script}: done before")
         return 0
-    show(f"== {step.script}")
-    if not prepares:
-        done.unlink(missing_ok=True)
-        (folder.path / "evaluate.done").unlink(missing_ok=True)  # what is trained anew is scored
-    status = run_module(*step.module, *step.words, *step.where, lock=folder.lock)
-    if status == 0 and not prepares:
+    show(f"== {script}")
+    done.unlink(missing_ok=True)
+    (folder.path / "evaluate.done").unlink(missing_ok=True)  # what is trained anew is scored
+    status = run_module(f"recipes.{script}", *words, *where, lock=folder.lock)
+    if status == 0:
         write_whole(done, said)
     return status
 

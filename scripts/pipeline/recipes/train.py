@@ -71,13 +71,6 @@ def check_folder(save_dir, trained):
         )
 
 
-def gpus():
-    """Return the number of GPUs that PyTorch can use."""
-    import torch
-
-    return torch.cuda.device_count()
-
-
 def choose_devices(args, recipe, config):
     """Return ``(on_cpu, processes on this node)``; by default the most that share the batch.
 
@@ -87,7 +80,9 @@ def choose_devices(args, recipe, config):
         return True, args.devices or 1
     if args.dry_run and args.devices:
         return False, args.devices
-    found = gpus()
+    import torch  # takes seconds
+
+    found = torch.cuda.device_count()
     if args.devices and args.devices > found:
         raise BadInput(
             f"--devices: expected at most the {found} GPUs of this machine, got {args.devices}; "
