@@ -92,8 +92,11 @@ _PLUS_LM = {name: value for name, value in _PLUS.items() if not name.startswith(
 TALKCONV_LM = {
     # Beyond the paper.
     "talkconv_plus_lm": _PLUS_LM,
-    "talkconv_plus_wide_lm": {
+    "talkconv_plus_wide_lm": {  # as many parameters, more of them in the units
         **_PLUS_LM,
+        "decoder_conv_dim": 1536,
+        "decoder_talk_heads": 32,
+        "decoder_ffn_embed_dim": 512,
         "decoder_max_left": "3,15,63,127x3",
         "spread_windows": True,
         "root_normalize": True,

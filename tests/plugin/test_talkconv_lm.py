@@ -93,13 +93,14 @@ def test_what_goes_beyond_the_paper():
         assert layer.activation_fn is torch.nn.functional.relu
 
 
-def test_wide_windows_of_each_head():
+def test_wide_units_with_long_windows():
     wide, plus = (build(from_flags("--arch", f"talkconv_plus{w}_lm"), 100) for w in ("_wide", ""))
     assert windows(wide) == [3, 15, 63, 127, 127, 127]
-    shapes = ({n: p.shape for n, p in model.named_parameters()} for model in (wide, plus))
-    assert next(shapes) == next(shapes)
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (wide, plus)]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.02)
     for layer in wide.decoder.layers:
         conv = layer.self_attn.conv
+        assert (conv.channels, conv.heads, layer.fc1.out_features) == (1536, 32, 512)
         assert conv.root_normalize and conv.windows is not None
         assert layer.activation_fn is torch.nn.functional.relu
 
