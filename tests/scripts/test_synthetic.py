@@ -1,0 +1,54 @@
+"""The synthetic tasks: what they ask for, and that the command trains and scores."""
+
+import json
+
+import pytest
+import torch
+
+from pipeline.compare import synthetic
+from pipeline.compare.synthetic import BLANK, IGNORED, MARKER, REACH, SEGMENT, TASKS, WORDS, B
+
+T = 64
+
+
+def wanted(task, x, t):
+    """Return what the task asks for at `t` of the tokens `x`, in plain Python."""
+    if task.startswith("lag"):
+        places = int(task[3:])
+        return x[t - places] if t >= places else IGNORED
+    if task == "marker":
+        starts = [s for s in range(1, t + 1) if x[s - 1] == MARKER and x[s] != MARKER]
+        return x[starts[-1]] if starts and t - starts[-1] <= REACH else IGNORED
+    if task == "reverse":
+        segment, place = divmod(t, SEGMENT)
+        return x[segment * SEGMENT - place] if segment and place else IGNORED
+    past = [s for s in range(t) if x[s] == x[t]]
+    return x[past[0] + 1] if x[t] < WORDS // 2 and past else IGNORED  # recall
+
+
+@pytest.mark.parametrize("length", (T, 4 * T))
+@pytest.mark.parametrize("task", TASKS)
+def test_what_a_task_asks_for(task, length):
+    make, *options = TASKS[task]
+    x, y = make(length, torch.Generator().manual_seed(3), *options)
+    assert x.shape == y.shape == (length, B) and x.max() <= MARKER == BLANK
+    for b in range(B):
+        row = x[:, b].tolist()
+        assert y[:, b].tolist() == [wanted(task, row, t) for t in range(length)]
+    assert (y != IGNORED).any()
+
+
+def test_the_command_trains_and_scores(tmp_path, capsys):
+    output = tmp_path / "out/synthetic"
+    words = ["--tasks", "lag5", "--systems", "talkconv_plus", "--seeds", "1", "--steps", "150"]
+    assert synthetic.main([*words, "--output", str(output)]) == 0
+    found = json.loads(output.with_suffix(".json").read_text())["systems"]["talkconv_plus"]
+    assert all(accuracy > 95 for (accuracy,) in found["lag5"].values())
+    assert output.with_suffix(".md").read_text() in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", (["--tasks", "lag99"], ["--systems", "rnn"], ["--steps", "0"]))
+def test_a_command_that_cannot_be_used(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        synthetic.main(words)
+    assert stop.value.code == 2 and "expected" in capsys.readouterr().err
