@@ -24,10 +24,11 @@ def parse_words(words):
 
 def configure(words):
     """Return ``(config, task)`` of the words after fairseq-train."""
+    args = parse_words(words)  # which keeps fairseq's import quiet
     from fairseq import tasks
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
-    cfg = convert_namespace_to_omegaconf(parse_words(words))
+    cfg = convert_namespace_to_omegaconf(args)
     return cfg, tasks.setup_task(cfg.task)
 
 
