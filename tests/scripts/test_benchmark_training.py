@@ -98,7 +98,7 @@ def test_models_are_what_they_say(benchmark):
 # --- Wrong results are not measured ---
 
 
-@pytest.mark.parametrize("name", ["talkconv", "dynamicconv-band"])
+@pytest.mark.parametrize("name", ["talkconv", "talkconv_plus", "dynamicconv-band"])
 def test_a_model_that_trains_otherwise_is_not_measured(benchmark, run, monkeypatch, name):
     right = benchmark.gradients
     calls = []

@@ -19,7 +19,8 @@ from pipeline.common.command import at_least
 from pipeline.common.models import build_model, parse_words
 from pipeline.common.systems import words
 
-MODELS = ("talkconv", "transformer", "lightconv", "dynamicconv", "dynamicconv-band")
+TALK = ("talkconv", "talkconv_plus")
+MODELS = (*TALK, "transformer", "lightconv", "dynamicconv", "dynamicconv-band")
 # Of a model, the same on both sides but for the layers.
 SIZES = dict(width=512, ffn=1024, heads=4, encoder_layers=7, decoder_layers=6, vocabulary=10_000)
 
@@ -60,7 +61,7 @@ def model_options(name, sizes, windows, glu, positions, language_model=False):
         options[f"{side}-ffn-embed-dim"] = sizes.ffn
         options[f"{side}-attention-heads"] = sizes.heads
         options[f"{side}-layers"] = count
-        if kind == "talkconv":
+        if kind in TALK:
             options[f"{side}-max-left"] = ",".join(map(str, largest))
             options[f"{'' if glu else 'no-'}{side}-glu"] = True
         elif arch == "lightconv":
@@ -141,7 +142,7 @@ def figure(cells):
             if "seconds" in row:
                 speed = row["tokens_per_second"]
                 turns = [speed * row["seconds"] / turn for turn in row["turns"]]
-                bar = axis.barh(name, speed, color=PALETTE[1] if name == "talkconv" else "0.75")
+                bar = axis.barh(name, speed, color=PALETTE[1] if name in TALK else "0.75")
                 axis.bar_label(bar, fmt="{:,.1f}", label_type="center")
                 axis.plot(turns, [name] * len(turns), "k.", markersize=4)
         axis.invert_yaxis()

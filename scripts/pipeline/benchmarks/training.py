@@ -74,14 +74,14 @@ def build_trainer(name, precision, args):
         "cpu": args.device == "cpu",
         **PRECISIONS[precision],
     }
-    if name == "talkconv":
+    if name in models.TALK:
         given |= {"offset-dropout": ATTENTION_DROPOUT, "input-dropout": 0}
         given |= {"activation-fn": "relu"}  # as the others
     elif name != "transformer":
         given |= {"weight-dropout": ATTENTION_DROPOUT, "input-dropout": 0}
     if not lm:
         given |= {"criterion": "label_smoothed_cross_entropy", "label-smoothing": 0.1}
-    elif name in ("talkconv", "transformer"):
+    elif name in (*models.TALK, "transformer"):
         given["decoder-normalize-before"] = True  # lightconv_lm has no other form
     cfg = models.configure(given, "language_modeling" if lm else "translation")
     task = models.build_task(args.sizes.vocabulary)
@@ -156,7 +156,7 @@ def check(name, args):
     few = Namespace(**{**vars(args), **few, "sizes": sizes})
     batch, trainer = build_batches(few)[0], build_trainer(name, "float32", few)
     loss, found = gradients(trainer, batch)
-    if name == "talkconv":
+    if name in models.TALK:
         with mock.patch.dict(os.environ, TALK_CONV_BACKEND="reference"):
             other, (wanted, expected) = "reference", gradients(trainer, batch)
     else:
@@ -219,8 +219,8 @@ def parse(arguments=None):
 def main(arguments=None):
     """Run the command; `arguments` are those of the command line by default."""
     args = parse(arguments)
-    for name in ("talkconv", "dynamicconv-band"):
-        if name in args.models:
+    for name in args.models:
+        if name in (*models.TALK, "dynamicconv-band"):
             with contextlib.suppress(Unavailable):  # which the table will say
                 check(name, args)
     facts = {name: getattr(args, name) for name in ("max_tokens", "tokens", "batches")}
