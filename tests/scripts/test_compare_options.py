@@ -52,6 +52,8 @@ def test_parameters_are_within_five_percent(tmp_path, preset, task):
         (["--target-lang", "fr"], "train.fr: no such file"),
         (["--data", "nowhere"], "train.es: no such file"),
         (["--task", "lm", "--source-lang", "es"], "--source-lang: expected none"),
+        (["--tokens", "512"], "--tokens: expected none without --task lm"),
+        (["--task", "lm", "--tokens", "1025"], "--tokens: expected at most a batch of 1024"),
     ],
 )
 def test_options_that_cannot_be_used(tmp_path, capsys, arguments, expected):
@@ -68,6 +70,17 @@ def test_numbers_that_cannot_be_used(tmp_path, capsys, option, value):
     expected = f"{option}: expected at least 1, got {value}"
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_blocks_of_another_length():
+    args = sweep.parse(["--task", "lm", "--tokens", "1024"])
+    model = args.systems["talkconv_plus_wide"]
+    for words_of_a_command in (
+        training_words(args, "bin", model),
+        evaluation_words(args, "bin", model, "averaged.pt", None),
+    ):
+        at = words_of_a_command.index("--tokens-per-sample")
+        assert words_of_a_command[at + 1] == "1024"
 
 
 def test_a_gpu_that_is_not_there(tmp_path, capsys, monkeypatch):

@@ -96,6 +96,8 @@ def parse(arguments=None):
         help="runs of each system, with seeds 1 to N (default: 1; gpu: 3)")  # fmt: skip
     add("--updates", type=at_least(1), metavar="N",
         help="of each run (default: 1,600; lm: 1,200; summ: 2,000; gpu: 2,500)")  # fmt: skip
+    add("--tokens", type=at_least(1), metavar="N",
+        help="of the blocks that a language model sees (default: 256; gpu: 512)")  # fmt: skip
     add("--lr", type=learning_rates, metavar="A,B",
         help="peak learning rates to try (default: the preset's)")  # fmt: skip
     add("--jobs", type=at_least(1), metavar="N", help="trainings side by side (default: one per "
@@ -109,6 +111,12 @@ def parse(arguments=None):
     args.device = "cuda" if args.preset == "gpu" else "cpu"
     args.commands, args.training = preset["commands"], preset["training"]
     args.schedule = SimpleNamespace(**preset["schedules"][args.task])
+    if args.tokens and args.task != "lm":
+        raise BadInput("--tokens: expected none without --task lm")
+    if args.tokens:
+        if args.tokens > (most := args.schedule.max_tokens):
+            raise BadInput(f"--tokens: expected at most a batch of {most}, got {args.tokens}")
+        args.schedule.flags["tokens-per-sample"] = args.tokens
     args.seeds = args.seeds or args.schedule.seeds
     args.updates = args.updates or args.schedule.updates
     args.rates = args.lr or list(map(str, args.schedule.rates))
