@@ -144,7 +144,11 @@ def choose_systems(args, known):
     for name in chosen:
         if name not in known:
             raise BadInput(f"--systems: expected some of {', '.join(known)}, got {name!r}")
-    return {name: known[name] for name in chosen}
+    systems = {name: dict(known[name]) for name in chosen}
+    for flags in systems.values():
+        if "user-dir" in flags:
+            flags["user-dir"] = str(ROOT / flags["user-dir"])
+    return systems
 
 
 class Comparison:
