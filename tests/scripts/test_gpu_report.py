@@ -53,9 +53,12 @@ def script(tmp_path, monkeypatch):
     ]
     missing = script.Stage("missing", "A stage for nvlink9", 1, "no", ("torch", "nvlink9"))
     monkeypatch.setattr(script, "environment", lambda: FOUND)
-    monkeypatch.setattr(script.signal, "signal", lambda number, handler: None)  # of pytest
     monkeypatch.setattr(script, "STAGES", (*stages, missing))
-    return script
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.getsignal(number) for number in numbers]
+    yield script
+    for number, handler in zip(numbers, handlers):  # those of pytest
+        signal.signal(number, handler)
 
 
 def is_running(pid):

@@ -172,6 +172,8 @@ def main(arguments=None):
     add("--out", type=Path, default=Path("gpu_report"), help="folder (default: gpu_report)")
     add("--dry-run", action="store_true", help="only say what it would do")
     args = options.parse_args(arguments)
+    # A background job ignores it, and so would the stages, which it asks to write their results.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     end = time.monotonic() + 60 * args.minutes
