@@ -255,12 +255,18 @@ def damage_score(folder):
     (folder / "model.txt").write_text("Traceback\n")
 
 
+def repeat_score(folder):
+    score = folder / "model.txt"
+    score.write_text(2 * score.read_text())
+
+
 @pytest.mark.parametrize(
     "damage, expected",
     [
         (lambda f: write_score(f, "2"), "expected a score of all 3 tokens, got 2"),
         (lambda f: write_score(f, "4"), "expected a score of all 3 tokens, got 4"),
         (damage_score, "model.txt: expected the output of fairseq-eval-lm"),
+        (repeat_score, "model.txt: expected the output of fairseq-eval-lm, once"),
         (lambda f: (f / "model.txt").unlink(), "model.txt"),
         (lambda f: (f / "model.pt").unlink(), "model.pt"),
         (lambda f: (f / "model.pt").write_text("no"), "expected a checkpoint"),

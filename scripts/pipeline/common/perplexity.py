@@ -8,6 +8,12 @@ from pipeline.common.files import read_lines
 from talk_fairseq.checkpoint_files import read_checkpoint
 
 END, UNKNOWN = "</s>", "<unk>"
+# Of a model, in what fairseq-eval-lm prints.
+NUMBERS = (
+    r"num\. model params: ([\d,]+)",
+    r"Evaluated ([\d,]+) tokens",
+    r"Loss \(base 2\): ([\d.]+),",
+)
 
 
 class TestSet:
@@ -51,21 +57,22 @@ class TestSet:
 def read_model(checkpoint, tokens):
     """Return ``(facts, loss in bits a token)`` of a checkpoint that fairseq-eval-lm scored.
 
-    What that printed stands beside it, as ``NAME.txt`` of ``NAME.pt``. Raises ValueError if it was
-    not scored on `tokens` tokens.
+    What that printed stands beside it, as ``NAME.txt`` of ``NAME.pt``. Raises ValueError unless
+    that is one score, of `tokens` tokens.
     """
     evaluated = checkpoint.with_suffix(".txt")
     text = evaluated.read_text(encoding="utf-8")
-    numbers = r"num\. model params: ([\d,]+).*Evaluated ([\d,]+) tokens.*Loss \(base 2\): ([\d.]+),"
-    if not (found := re.search(numbers, text, re.DOTALL)):
-        raise ValueError(f"{evaluated}: expected the output of fairseq-eval-lm")
-    parameters, scored = (int(found[n].replace(",", "")) for n in (1, 2))
+    found = [re.findall(number, text) for number in NUMBERS]
+    if any(len(values) != 1 for values in found):
+        raise ValueError(f"{evaluated}: expected the output of fairseq-eval-lm, once")
+    parameters, scored, loss = (float(values[0].replace(",", "")) for values in found)
     if scored != tokens:
-        raise ValueError(f"{evaluated}: expected a score of all {tokens:,} tokens, got {scored:,}")
+        got = f"{scored:,.0f}"
+        raise ValueError(f"{evaluated}: expected a score of all {tokens:,} tokens, got {got}")
     state = read_checkpoint(checkpoint)
     facts = {
-        "parameters": parameters,
+        "parameters": round(parameters),
         "updates": state["optimizer_history"][-1]["num_updates"],
         "seconds": round(state["extra_state"]["previous_training_time"]),
     }
-    return facts, float(found[3])
+    return facts, loss

@@ -111,9 +111,9 @@ def parse(arguments=None):
     args.device = "cuda" if args.preset == "gpu" else "cpu"
     args.commands, args.training = preset["commands"], preset["training"]
     args.schedule = SimpleNamespace(**preset["schedules"][args.task])
-    if args.tokens and args.task != "lm":
-        raise BadInput("--tokens: expected none without --task lm")
     if args.tokens:
+        if args.task != "lm":
+            raise BadInput("--tokens: expected none without --task lm")
         if args.tokens > (most := args.schedule.max_tokens):
             raise BadInput(f"--tokens: expected at most a batch of {most}, got {args.tokens}")
         args.schedule.flags["tokens-per-sample"] = args.tokens
