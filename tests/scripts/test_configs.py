@@ -84,6 +84,30 @@ wmt16_en_de:
   talkconv_deep_shallow:     [talkconv_wmt_en_de_big, [0.3, 0.1, 0.1, 0.1], 4, 0.35, {
                               encoder_layers: 12, encoder_max_left: "3,7,15,31x9",
                               decoder_layers: 1, decoder_max_left: "31"}]
+  # Table 3 of Wu et al., 2019
+  ablation_01_self_attention:  [transformer_wmt_en_de_big, [0.3, 0.1], 5, 0.5]
+  ablation_02_limited_windows: [transformer_limited_wmt_en_de_big, [0.3, 0.1], 5, 0.5, &ablated {
+                                common.user_dir: scripts/pipeline/recipes/ablated}]
+  ablation_03_cnn:             [lightconv_cnn_wmt_en_de_big, [0.3, 0.1, 0.0], 5, 0.5, &three {
+                                <<: [*ablated, *ungated],
+                                encoder_kernel_size_list: [3, 3, 3, 3, 3, 3, 3],
+                                decoder_kernel_size_list: [3, 3, 3, 3, 3, 3]}]
+  ablation_04_depthwise:       [lightconv_depthwise_wmt_en_de_big, [0.3, 0.1, 0.0], 5, 0.5, *three]
+  ablation_05_increasing_kernel: [lightconv_depthwise_wmt_en_de_big, [0.3, 0.1, 0.0], 5, 0.5, {
+                                  <<: [*ablated, *ungated]}]
+  ablation_06_dropconnect:     [lightconv_depthwise_wmt_en_de_big, [0.3, 0.1, 0.1], 5, 0.5, {
+                                <<: [*ablated, *ungated]}]
+  ablation_07_weight_sharing:  [lightconv_wmt_en_de_big, [0.3, 0.1, 0.1], 5, 0.5, {
+                                <<: *ungated, weight_softmax: false}]
+  ablation_08_lightconv:       [lightconv_wmt_en_de_big, [0.3, 0.1, 0.1], 5, 0.5, *ungated]
+  ablation_09_dynamicconv:     [lightconv_wmt_en_de_big, [0.3, 0.1, 0.1], 5, 0.5, &dynamic {
+                                <<: *ungated, encoder_conv_type: dynamic,
+                                decoder_conv_type: dynamic}]
+  ablation_10_without_softmax: [lightconv_wmt_en_de_big, [0.3, 0.1, 0.1], 5, 0.5, {
+                                <<: *dynamic, weight_softmax: false}]
+  ablation_11_averaged_decoder: [transformer_averaged_decoder_wmt_en_de_big, [0.3, 0.1], 5, 0.5,
+                                 *ablated]
+  ablation_12_averaged:        [transformer_averaged_wmt_en_de_big, [0.3, 0.1], 5, 0.5, *ablated]
 wmt14_en_fr:
   talkconv:    [talkconv_wmt_en_fr_big, [0.1, 0.1, 0.1, 0.1], 6, 0.65, {
                 dataset.max_tokens: 1800, optimization.update_freq: [32]}]
@@ -200,7 +224,7 @@ def flat(config, prefix=""):
 def row(benchmark, system):
     """The options of a row, as ``{"model.dropout": 0.3}``."""
     arch, dropouts, beam, lenpen, *more = TABLE[benchmark][system]
-    family = system.partition("_")[0].replace("ablation", "talkconv")
+    family = (arch if system.startswith("ablation") else system).partition("_")[0]
     names = [f"model.{name}" for name in DROPOUTS[family].split()]
     more = {key if "." in key else f"model.{key}": value for key, value in dict(*more).items()}
     given = {"generation.beam": beam, "generation.lenpen": lenpen, "model._name": arch}
@@ -233,6 +257,11 @@ WORDS = {
 MILLIONS = {
     "iwslt14_de_en/talkconv": 38.2,
     "wmt16_en_de/talkconv": 209.19,
+    "wmt16_en_de/ablation_01_self_attention": 210,
+    "wmt16_en_de/ablation_04_depthwise": 195,
+    "wmt16_en_de/ablation_08_lightconv": 195,
+    "wmt16_en_de/ablation_09_dynamicconv": 200,
+    "wmt16_en_de/ablation_11_averaged_decoder": 260,
     "cnn_dm/talkconv": 59.32,
     "cnn_dm/talkconv_deep": 83.79,
     "wikitext103/talkconv": 241.97,
@@ -248,7 +277,12 @@ REPORTED = {
     "ablation_5_head_a_channel 36.51 +- .07, ablation_6_four_heads 36.65 +- .05, "
     "ablation_7_relu 36.21 +- .05",
     "wmt16_en_de": "talkconv 29.6, transformer 28.4, lightconv 28.9, dynamicconv 29.7, fconv 25.2, "
-    "dynamicconv_1_decoder_layer 26.1, dynamicconv_3_decoder_layers 27.7",
+    "dynamicconv_1_decoder_layer 26.1, dynamicconv_3_decoder_layers 27.7, "
+    "ablation_01_self_attention 26.9, ablation_02_limited_windows 26.9, ablation_03_cnn 25.9, "
+    "ablation_04_depthwise 26.1, ablation_05_increasing_kernel 26.4, "
+    "ablation_06_dropconnect 26.5, ablation_07_weight_sharing 26.5, ablation_08_lightconv 26.6, "
+    "ablation_09_dynamicconv 26.9, ablation_10_without_softmax diverges, "
+    "ablation_11_averaged_decoder 26.8, ablation_12_averaged 22.5",
     "wmt14_en_fr": "talkconv 43.2, transformer 41.0, lightconv 43.1, dynamicconv 43.2, fconv 40.5",
     "wmt17_zh_en": "lightconv 24.3, dynamicconv 24.4",
     "cnn_dm": "talkconv ROUGE-1/2/L 40.03/18.45/36.13, "

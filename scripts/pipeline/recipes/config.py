@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.common.command import BadInput
 from pipeline.common.folder import flat
-from pipeline.common.paths import CONFIGS
+from pipeline.common.paths import CONFIGS, PLUGIN, ROOT
 
 # What leaves a row's model and scores as they are: how often a run saves, and in which steps it
 # makes up the batch. It may differ in a result of the row, and between the sessions of a run.
@@ -88,11 +88,24 @@ def groups_of(config):
     }
 
 
+def user_dir(config):
+    """Return the user directory of `config`: its own, from the project's root, or the plugin."""
+    return str(ROOT / (OmegaConf.select(config, "common.user_dir") or PLUGIN))
+
+
+def import_models(config):
+    """Register the models of the user directory of `config`. Raises BadInput if it is not there."""
+    from fairseq.utils import import_user_module
+
+    if not Path(folder := user_dir(config)).is_dir():
+        raise BadInput(f"common.user_dir: expected a folder with models, got {folder}")
+    import_user_module(argparse.Namespace(user_dir=folder))
+
+
 def resolved(config):
     """Return ``{"model.dropout": 0.3}`` of a nested config, with the options that its arch sets."""
+    import_models(config)
     from fairseq.models import ARCH_CONFIG_REGISTRY
-
-    import talk_fairseq  # noqa: F401  registers the archs
 
     model = argparse.Namespace(**groups_of(config)["model"])
     if set_defaults := ARCH_CONFIG_REGISTRY.get(model._name):
@@ -119,6 +132,7 @@ def check_options(config):
     Hydra adds what it does not know, and fairseq's older models take any key. Importing what knows
     them takes seconds.
     """
+    import_models(config)
     for group, options in groups_of(config).items():
         schema = schema_of(group, options.get("_name"))
         for key, value in options.items():
@@ -133,9 +147,6 @@ def schema_of(group, name):
 
     It has their types, except for older models, which declare flags.
     """
-    import talk_fairseq  # noqa: F401  registers the models
-
-    # isort: split
     from fairseq import models, tasks
     from fairseq.dataclass.configs import FairseqConfig
     from fairseq.registry import REGISTRIES

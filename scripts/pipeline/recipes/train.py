@@ -12,13 +12,14 @@ from omegaconf import OmegaConf
 from pipeline.common import command
 from pipeline.common.command import BadInput
 from pipeline.common.files import write_whole
-from pipeline.common.paths import PLUGIN, ROOT
+from pipeline.common.paths import ROOT
 from pipeline.recipes.config import (
     HARMLESS,
     check_options,
     differences,
     find_config,
     read_config,
+    user_dir,
     with_overrides,
 )
 
@@ -150,7 +151,7 @@ def plan(args):
         check_folder(save_dir, trained)
 
     options = {
-        "common.user_dir": PLUGIN,
+        "common.user_dir": user_dir(config),
         "common.tensorboard_logdir": save_dir / "tensorboard",
         "task.data": data,
         "checkpoint.save_dir": save_dir,
