@@ -95,6 +95,9 @@ def user_dir(config):
 
 def import_models(config):
     """Register the models of the user directory of `config`. Raises BadInput if it is not there."""
+    import talk_fairseq  # noqa: F401  before anything of fairseq's that it patches
+
+    # isort: split
     from fairseq.utils import import_user_module
 
     if not Path(folder := user_dir(config)).is_dir():

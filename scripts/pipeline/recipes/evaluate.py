@@ -196,10 +196,9 @@ class Evaluation:
         cfg = composed(self.given, [*self.overrides, *overrides])
         cfg.task.data = str(self.data)
         cfg.common_eval.path = str(self.model(settings["average"]))
-        cfg.common.user_dir = None  # its models are registered since check_options
         cfg.common.cpu = self.on_cpu
         cfg.common.fp16 = cfg.common.bf16 = False
-        cfg.common.tensorboard_logdir = None
+        cfg.common.tensorboard_logdir = cfg.common.user_dir = None  # models are registered
         cfg.common.log_format = "tqdm" if sys.stderr.isatty() else "simple"
         cfg.distributed_training.distributed_world_size = 1
         cfg.dataset.gen_subset = split

@@ -19,11 +19,10 @@ from fairseq.modules import LightweightConv1dTBC, MultiheadAttention
 
 @with_incremental_state
 class AveragedAttention(nn.Module):
-    """Averaged attention (Zhang et al., 2018) in the place of self-attention.
+    """Averaged attention (Zhang et al., 2018): ``out = i * x + f * g`` with ``g = FFN(mean)``.
 
-    ``g = FFN(mean)`` and ``out = i * x + f * g`` with the gates ``i, f = sigmoid(Linear([x; g]))``.
-    The mean is of the tokens up to each in a decoder, which keeps their sum and count from step to
-    step, and of the whole sentence in an encoder.
+    The gates ``i, f`` are ``sigmoid(Linear([x; g]))``. A decoder's mean is of the tokens up to
+    each, whose sum and count it keeps from step to step; an encoder's is of the whole sentence.
     """
 
     def __init__(self, channels, ffn_channels, causal):
@@ -32,8 +31,7 @@ class AveragedAttention(nn.Module):
         self.fc1, self.fc2 = Linear(channels, ffn_channels), Linear(ffn_channels, channels)
         self.gates = Linear(2 * channels, 2 * channels)
 
-    def forward(self, query, key=None, value=None, key_padding_mask=None, incremental_state=None,
-                need_weights=False, attn_mask=None):  # fmt: skip
+    def forward(self, query, key_padding_mask=None, incremental_state=None, **unused):
         """query (T, B, C), key_padding_mask (B, T) -> ``(out (T, B, C), None)``."""
         rows = F.pad(query, (0, 1), value=1)  # the sum of the last channel is the count
         if key_padding_mask is not None:
@@ -65,7 +63,7 @@ class LimitedAttention(MultiheadAttention):
         distance = t[src_len - tgt_len :, None] - t
         outside = (distance > self.left) | (distance <= self.left - self.window)
         # Not infinity: a padded token may see padding alone, and a softmax of nothing is no number.
-        return attn_weights.masked_fill(outside, torch.finfo(attn_weights.dtype).min)
+        return attn_weights.masked_fill(outside, -3e4)
 
 
 class Convolution(LightweightConv1dTBC):
