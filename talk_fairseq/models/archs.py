@@ -25,6 +25,7 @@ _PLUS = {
     "spread_offsets": True,
     "encoder_short_kernel": 7,
     "decoder_short_kernel": 8,
+    "copy_attention": True,
 }
 
 # --- The paper's models (appendix A); all of them post-norm, with Swish ---
@@ -87,7 +88,11 @@ _BIG_LM = {
     "decoder_attention_heads": 16,
 }
 
-_PLUS_LM = {name: value for name, value in _PLUS.items() if not name.startswith("encoder")}
+_PLUS_LM = {
+    name: value
+    for name, value in _PLUS.items()
+    if name != "copy_attention" and not name.startswith("encoder")
+}
 
 TALKCONV_LM = {
     # Beyond the paper.

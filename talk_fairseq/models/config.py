@@ -94,6 +94,10 @@ class TaLKConvConfig(TaLKConvUnitConfig, _flat_transformer_config()):
     encoder_short_kernel: int = option(
         0, "taps of a depthwise convolution before the encoder's windows (0: none)"
     )
+    copy_attention: bool = option(
+        False,
+        "the attention to the encoder reads its tokens' embeddings too, and begins as a copy",
+    )
 
 
 def add_flags(parser, config):

@@ -9,16 +9,38 @@ import math
 
 import torch
 from fairseq.modules import MultiheadAttention
+from torch import nn
 
 
 class EncoderAttention(MultiheadAttention):
     """fairseq's encoder-decoder attention, whose keys k neighbouring queries may share.
 
     With an `incremental_state`, `key` and `value` are (S, N, C) and `query` is (T, k N, C): rows
-    ``k n`` to ``k n + k - 1`` belong to sentence n. Without, it is fairseq's.
+    ``k n`` to ``k n + k - 1`` belong to sentence n. Without, k is 1.
+
+    Args:
+        args, options: as fairseq's.
+        copies: begin as a copy, halved, of what is attended to, and take keys that
+            `with_tokens` made: the values are the encoder's outputs plus the embeddings of its
+            tokens. So the decoder sees from the first update on which tokens it attends to.
+
+    Raises ValueError with `copies` where encoder and decoder have different widths.
     """
 
     need_attn = True
+
+    def __init__(self, *args, copies=False, **options):
+        super().__init__(*args, **options)
+        self.copies = copies
+        if copies:
+            if self.vdim != self.embed_dim:
+                raise ValueError(
+                    f"encoder_embed_dim: expected {self.embed_dim}, the decoder's, with "
+                    f"copy_attention, got {self.vdim}"
+                )
+            nn.init.orthogonal_(self.v_proj.weight)
+            with torch.no_grad():
+                self.out_proj.weight.copy_(self.v_proj.weight.t() / 2)
 
     def make_generation_fast_(self, need_attn=False, **kwargs):
         """Note whether the generator reads weights: fairseq's decoder asks for them in any case."""
@@ -32,37 +54,25 @@ class EncoderAttention(MultiheadAttention):
         key_padding_mask=None,
         incremental_state=None,
         need_weights=True,
-        static_kv=False,
-        attn_mask=None,
-        before_softmax=False,
+        static_kv=True,
         need_head_weights=False,
     ):
         """Return the output (T, k N, C), and the weights (k N, T, S), (H, k N, T, S), or None."""
-        if incremental_state is None or before_softmax:
-            return super().forward(
-                query, key, value, key_padding_mask, incremental_state, need_weights, static_kv,
-                attn_mask, before_softmax, need_head_weights,
-            )  # fmt: skip
-        need_head_weights = need_head_weights and self.need_attn
-        need_weights = need_weights and self.need_attn
-        T, B, C = query.shape
-        H, R = self.num_heads, self.head_dim
         state = self._get_input_buffer(incremental_state)
         if not state:
-            S, N, _ = key.shape
-            keys = (self.scaling * self.k_proj(key)).view(S, N, H, R)
-            values = self.v_proj(value).view(S, N, H, R)
-            masked = key_padding_mask is not None and key_padding_mask.any()
-            state = {
-                # As a product with few queries reads them fastest.
-                "keys": keys.permute(1, 2, 3, 0).contiguous(),
-                "values": values.permute(1, 2, 0, 3).contiguous(),
-                "padding": key_padding_mask.bool() if masked else None,
-                "sentences": _sentences(N, B // N, query.device),
-            }
-            self._set_input_buffer(incremental_state, state)
+            state = self._encoder_state(key, value, key_padding_mask)
+            N = state["values"].shape[0]
+            if incremental_state is not None:
+                if state["padding"] is not None and not state["padding"].any():
+                    state["padding"] = None  # for all steps
+                state["sentences"] = _sentences(N, query.shape[1] // N, query.device)
+                self._set_input_buffer(incremental_state, state)
+        need_head_weights = need_head_weights and (incremental_state is None or self.need_attn)
+        need_weights = need_weights and (incremental_state is None or self.need_attn)
+        T, B, C = query.shape
+        H, R = self.num_heads, self.head_dim
         keys, values, padding = state["keys"], state["values"], state["padding"]
-        N, _, _, S = keys.shape
+        N, _, S, _ = values.shape
         k = B // N
         q = self.q_proj(query).view(T, N, k, H, R).permute(1, 3, 0, 2, 4)
         scores = torch.bmm(q.reshape(N * H, T * k, R), keys.view(N * H, R, S))
@@ -76,6 +86,26 @@ class EncoderAttention(MultiheadAttention):
             return self.out_proj(out), None
         weights = weights.view(N, H, T, k, S).permute(1, 0, 3, 2, 4).reshape(H, B, T, S)
         return self.out_proj(out), weights if need_head_weights else weights.mean(dim=0)
+
+    def _encoder_state(self, key, value, key_padding_mask):
+        """Return the heads' keys (N, H, R, S), as a product with few queries reads them fastest,
+        their values (N, H, S, R), and the padding (N, S), None where there is none."""
+        if self.copies:
+            key, tokens = key.chunk(2, dim=-1)
+            value = key + tokens
+        S, N, _ = key.shape
+        heads = S, N, self.num_heads, self.head_dim
+        return {
+            "keys": (self.scaling * self.k_proj(key)).view(heads).permute(1, 2, 3, 0).contiguous(),
+            "values": self.v_proj(value).view(heads).permute(1, 2, 0, 3).contiguous(),
+            "padding": None if key_padding_mask is None else key_padding_mask.bool(),
+        }
+
+
+def with_tokens(encoder_out):
+    """Return `encoder_out` whose outputs (S, N, C) are followed by its tokens' embeddings (2C)."""
+    (x,), (tokens,) = encoder_out["encoder_out"], encoder_out["encoder_embedding"]
+    return {**encoder_out, "encoder_out": [torch.cat([x, tokens.transpose(0, 1)], dim=-1)]}
 
 
 def _sentences(N, k, device):

@@ -69,6 +69,10 @@ class TaLKConvEncoder(TransformerEncoderBase):
     def build_encoder_layer(self, cfg):
         return wrap_layer(TaLKConvEncoderLayer(cfg, self.return_fc), cfg)
 
+    def forward_scriptable(self, *args, **kwargs):
+        out = super().forward_scriptable(*args, **kwargs)
+        return encoder_attention.with_tokens(out) if self.cfg.copy_attention else out
+
     def reorder_encoder_out(self, encoder_out, new_order):
         """Note the sentence of each row under "rows", which is all that a TaLKConvDecoder needs."""
         N = encoder_out["encoder_out"][0].shape[1]
@@ -83,9 +87,17 @@ class TaLKConvDecoderLayer(TransformerDecoderLayerBase):
         return build_unit(cfg, cfg.decoder)
 
     def build_encoder_attention(self, embed_dim, cfg):
-        attention = super().build_encoder_attention(embed_dim, cfg)
-        attention.__class__ = encoder_attention.EncoderAttention  # which adds no state of its own
-        return attention
+        return encoder_attention.EncoderAttention(
+            embed_dim,
+            cfg.decoder.attention_heads,
+            kdim=cfg.encoder.embed_dim,
+            vdim=cfg.encoder.embed_dim,
+            dropout=cfg.attention_dropout,
+            encoder_decoder_attention=True,
+            q_noise=self.quant_noise,
+            qn_block_size=self.quant_noise_block_size,
+            copies=cfg.copy_attention,
+        )
 
 
 class TaLKConvDecoder(TransformerDecoderBase):
