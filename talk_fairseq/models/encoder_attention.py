@@ -20,9 +20,10 @@ class EncoderAttention(MultiheadAttention):
 
     Args:
         args, options: as fairseq's.
-        copies: begin as a copy, halved, of what is attended to, and take keys that
-            `with_tokens` made: the values are the encoder's outputs plus the embeddings of its
-            tokens. So the decoder sees from the first update on which tokens it attends to.
+        copies: take keys that `with_tokens` made: the values are the encoder's outputs plus the
+            embeddings of its tokens. The projections of the values and of the output begin such
+            that, but for biases, a token that is attended to comes out halved. So the decoder
+            sees from the first update on which tokens it attends to.
 
     Raises ValueError with `copies` where encoder and decoder have different widths.
     """
@@ -88,8 +89,10 @@ class EncoderAttention(MultiheadAttention):
         return self.out_proj(out), weights if need_head_weights else weights.mean(dim=0)
 
     def _encoder_state(self, key, value, key_padding_mask):
-        """Return the heads' keys (N, H, R, S), as a product with few queries reads them fastest,
-        their values (N, H, S, R), and the padding (N, S), None where there is none."""
+        """Return the keys (N, H, R, S), values (N, H, S, R) and padding (N, S) or None.
+
+        A product with few queries reads keys fastest in this layout.
+        """
         if self.copies:
             key, tokens = key.chunk(2, dim=-1)
             value = key + tokens

@@ -11,7 +11,7 @@ from building import from_flags, task
 from fairseq.models import build_model
 from fairseq.modules import MultiheadAttention
 
-from talk_fairseq.models.encoder_attention import EncoderAttention, reorder
+from talk_fairseq.models.encoder_attention import EncoderAttention, reorder, with_tokens
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +64,42 @@ def test_dropout_in_training():
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("k", [None, 1, 4])
+def test_copies_of_tokens(k):
+    """Keys are outputs, values the outputs plus embeddings; k rows a sentence, or a full pass."""
+    arguments = dict(kdim=8, vdim=8, encoder_decoder_attention=True)
+    ours, theirs = (
+        EncoderAttention(8, 2, copies=True, **arguments),
+        MultiheadAttention(8, 2, **arguments),
+    )
+    theirs.load_state_dict(ours.state_dict())
+    x, tokens = torch.randn(7, 3, 8), torch.randn(3, 7, 8)
+    mask = torch.arange(7) >= torch.tensor([[7], [4], [5]])
+    found = with_tokens({"encoder_out": [x], "encoder_embedding": [tokens], "rows": "kept"})
+    (memory,) = found["encoder_out"]
+    assert memory.shape == (7, 3, 16) and found["rows"] == "kept"
+    rows = torch.arange(3).repeat_interleave(k or 1)
+    query = torch.randn(2, len(rows), 8)
+    out, _ = ours(query, memory, memory, mask, None if k is None else {})
+    values = (x + tokens.transpose(0, 1))[:, rows]
+    expected, _ = theirs(query, x[:, rows], values, mask[rows])
+    assert torch.allclose(out, expected, rtol=0, atol=1e-6)
+
+
+def test_copies_begin_as_half_of_what_is_attended_to():
+    ours = EncoderAttention(8, 2, kdim=8, vdim=8, encoder_decoder_attention=True, copies=True)
+    torch.nn.init.zeros_(ours.v_proj.bias)
+    x, tokens = torch.randn(1, 3, 8), torch.randn(1, 3, 8)
+    out, _ = ours(torch.randn(5, 3, 8), memory := torch.cat([x, tokens], -1), memory)
+    assert torch.allclose(out, ((x + tokens) / 2).expand(5, 3, 8), rtol=0, atol=1e-6)
+
+
+def test_copies_need_one_width():
+    flags = "--arch talkconv --copy-attention --encoder-embed-dim 32 --decoder-embed-dim 64"
+    with pytest.raises(ValueError, match="encoder_embed_dim: expected 64, .*, got 32"):
+        build_model(from_flags(*flags.split()), task(100, 100))
+
+
 ORDERS = {  # of 3 sentences with 2 rows each
     "within sentences": ([1, 0, 2, 2, 4, 5], True),
     "a sentence ends": ([3, 2, 5, 5], False),
@@ -98,10 +134,10 @@ def test_reorder(orders, use_xformers):
         assert torch.allclose(out, expected, rtol=0, atol=1e-6)
 
 
-@pytest.fixture(scope="module")
-def model():
+@pytest.fixture(scope="module", params=["talkconv", "talkconv_plus"])
+def model(request):
     torch.manual_seed(0)
-    return build_model(from_flags("--arch", "talkconv", *SMALL[2:]), task(100)).eval()
+    return build_model(from_flags("--arch", request.param, *SMALL[2:]), task(100)).eval()
 
 
 def encode(model, lengths):

@@ -1,0 +1,47 @@
+"""LightConv and DynamicConv whose attention to the encoder is that of ``--copy-attention``.
+
+A user directory of fairseq, with which configs/verses/cpu_seq2seq.yaml tells what that attention
+does from what windows do.
+"""
+
+import torch
+
+import talk_fairseq  # noqa: F401 (first, as it patches fairseq)
+
+# isort: split
+from fairseq.models import register_model, register_model_architecture
+from fairseq.models.lightconv import LightConvEncoder, LightConvModel, base_architecture
+
+from talk_fairseq.models.encoder_attention import EncoderAttention
+
+
+class CopiedEncoder(LightConvEncoder):
+    """fairseq's, whose outputs (T, B, C) are followed by the tokens' embeddings: (T, B, 2C)."""
+
+    def forward(self, src_tokens, src_lengths=None):
+        out = super().forward(src_tokens, src_lengths)
+        tokens = self.embed_scale * self.embed_tokens(src_tokens).transpose(0, 1)
+        return {**out, "encoder_out": [torch.cat([out["encoder_out"][0], tokens], dim=-1)]}
+
+
+@register_model("lightconv_copying")
+class CopyingLightConvModel(LightConvModel):
+    @classmethod
+    def build_encoder(cls, args, src_dict, embed_tokens):
+        return CopiedEncoder(args, src_dict, embed_tokens)
+
+    @classmethod
+    def build_decoder(cls, args, tgt_dict, embed_tokens):
+        decoder = super().build_decoder(args, tgt_dict, embed_tokens)
+        for layer in decoder.layers:
+            layer.encoder_attn = EncoderAttention(
+                layer.embed_dim,
+                args.decoder_attention_heads,
+                dropout=args.attention_dropout,
+                encoder_decoder_attention=True,
+                copies=True,
+            )
+        return decoder
+
+
+register_model_architecture("lightconv_copying", "lightconv_copying")(base_architecture)
