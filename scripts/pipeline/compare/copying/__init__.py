@@ -27,13 +27,10 @@ class CopiedEncoder(LightConvEncoder):
 @register_model("lightconv_copying")
 class CopyingLightConvModel(LightConvModel):
     @classmethod
-    def build_encoder(cls, args, src_dict, embed_tokens):
-        return CopiedEncoder(args, src_dict, embed_tokens)
-
-    @classmethod
-    def build_decoder(cls, args, tgt_dict, embed_tokens):
-        decoder = super().build_decoder(args, tgt_dict, embed_tokens)
-        for layer in decoder.layers:
+    def build_model(cls, args, task):
+        model = super().build_model(args, task)
+        model.encoder.__class__ = CopiedEncoder  # fairseq names the classes that it builds
+        for layer in model.decoder.layers:
             layer.encoder_attn = EncoderAttention(
                 layer.embed_dim,
                 args.decoder_attention_heads,
@@ -41,7 +38,7 @@ class CopyingLightConvModel(LightConvModel):
                 encoder_decoder_attention=True,
                 copies=True,
             )
-        return decoder
+        return model
 
 
 register_model_architecture("lightconv_copying", "lightconv_copying")(base_architecture)

@@ -1,0 +1,68 @@
+"""DynamicConv with the attention of talkconv_plus, a system of the comparison."""
+
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+pytest.importorskip("fairseq")
+
+from fairseq.data import Dictionary
+from fairseq.models import ARCH_CONFIG_REGISTRY
+
+from pipeline.compare.copying import CopyingLightConvModel
+
+WORDS = 30
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    words = Dictionary()
+    for word in range(WORDS - len(words)):
+        words.add_symbol(str(word))
+    args = Namespace(
+        encoder_layers=2, decoder_layers=2, encoder_kernel_size_list=[3, 5],
+        decoder_kernel_size_list=[2, 4], encoder_embed_dim=16, decoder_embed_dim=16,
+        encoder_ffn_embed_dim=32, decoder_ffn_embed_dim=32, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_conv_type="dynamic", decoder_conv_type="dynamic",
+        share_all_embeddings=True, dropout=0, attention_dropout=0, input_dropout=0,
+        weight_softmax=True,
+        max_source_positions=40, max_target_positions=40,
+    )  # fmt: skip
+    ARCH_CONFIG_REGISTRY["lightconv_copying"](args)
+    task = SimpleNamespace(source_dictionary=words, target_dictionary=words)
+    return CopyingLightConvModel.build_model(args, task).eval()
+
+
+@torch.no_grad()
+def test_steps_equal_full_passes(model):
+    """Of two hypotheses a sentence, which a beam search reorders, and then of one sentence."""
+    source = torch.randint(4, WORDS, (2, 7)).repeat_interleave(2, dim=0)
+    encoder_out = model.encoder(source, torch.tensor([7] * 4))
+    assert encoder_out["encoder_out"][0].shape == (7, 4, 32)
+    target, state = torch.randint(4, WORDS, (4, 8)), {}
+    for step in range(1, 9):
+        if order := {3: [1, 0, 3, 3], 6: [3, 2]}.get(step):
+            order = torch.tensor(order)
+            target = target[order]
+            encoder_out = model.encoder.reorder_encoder_out(encoder_out, order)
+            model.decoder.reorder_incremental_state_scripting(state, order)
+        out, _ = model.decoder(target[:, :step], encoder_out, incremental_state=state)
+        full, _ = model.decoder(target, encoder_out)
+        assert_close(out[:, -1], full[:, step - 1], rtol=0, atol=1e-5)
+
+
+def test_the_decoder_reads_the_tokens_themselves(model):
+    """With outputs that are zero, what an encoder knows of its tokens still comes through."""
+    source, target = torch.randint(4, WORDS, (2, 7)), torch.randint(4, WORDS, (2, 5))
+    (memory,) = model.encoder(source, torch.tensor([7, 7]))["encoder_out"]
+    (other,) = model.encoder(source + 1 - (source == WORDS - 1).int(), None)["encoder_out"]
+    zeros = torch.zeros_like(memory[..., :16])
+    outs = [
+        model.decoder(target, {"encoder_out": [torch.cat([zeros, x[..., 16:]], dim=-1)]})[0]
+        for x in (memory, other)
+    ]
+    assert not torch.allclose(*outs, rtol=0, atol=1e-3)
