@@ -11,8 +11,8 @@ convolutions in band matrices. Each hypothesis is as long as its source.
 
 First checks that scores of beam search, and logits of decoding step by step, equal those of a full
 pass over the same tokens. Then runs the models in turn and takes medians. Tokens are those of the
-best hypotheses, with their ends. Peak memory is what a batch takes beyond the model. Writes a
-table, PREFIX.json (after each turn) and PREFIX.png.
+best hypotheses, with their ends. Peak memory is what a batch takes beyond the model. Prints tables,
+and writes PREFIX.json after each turn.
 """
 
 from functools import partial
@@ -158,7 +158,7 @@ def main(arguments=None):
     args = parse(arguments)
     task = models.build_task(args.sizes.vocabulary)
     facts = {"dtype": args.dtype, "sizes": vars(args.sizes)}
-    with harness.Report(args, models.figure, **facts) as report:
+    with harness.Report(args, **facts) as report:
         print(f"Measuring {args.dtype} on {report.where}; {args.sizes}.", flush=True)
         for beam in args.beams:
             # A model of its own for each beam: fairseq's generator may leave its beam in a model.

@@ -10,7 +10,7 @@ that fails, or that a broken kernel hangs, is stopped and recorded, and the next
 has a share of the time that is left; what it does not take is for those that follow.
 
 Writes report.json and report.md after each stage. What a stage prints is in NAME.log as it comes,
-and what a benchmark measures in NAME.json, with a picture, NAME.png, at its end.
+and what a benchmark measures in NAME.json.
 """
 
 import contextlib
@@ -145,15 +145,12 @@ def report(found, folder, end):
 
 
 def page(record, folder):
-    """Yield the report in Markdown, in lines: what each stage prints, and its picture."""
+    """Yield the report in Markdown, in lines: what each stage prints."""
     yield "# What TaLK convolutions do on this GPU\n\n```"
     yield from in_lines(record["environment"])
     for stage in record["stages"]:
-        log, picture = (folder / f"{stage['name']}.{end}" for end in ("log", "png"))
-        yield f"```\n\n## {stage['title']}\n\n{stage['state']} {stage['why']}\n"
-        if picture.exists():
-            yield f"![the same in a picture]({picture.name})\n"
-        yield "```"
+        log = folder / f"{stage['name']}.log"
+        yield f"```\n\n## {stage['title']}\n\n{stage['state']} {stage['why']}\n\n```"
         if log.exists():
             yield from log.read_text(errors="replace").splitlines()[-TAIL:]
     yield "```"

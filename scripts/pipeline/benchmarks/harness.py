@@ -196,43 +196,34 @@ def cell_table(cell):
 
 
 class Report:
-    """The files of a benchmark: PREFIX.json as it goes, and at the end PREFIX.png.
+    """What a benchmark has measured so far, and its file PREFIX.json.
 
-    As a context it also writes them for a benchmark that is interrupted.
+    As a context it also writes that for a benchmark that is interrupted.
 
     Args:
         args: options with `output`, the prefix, and `device`.
-        figure: ``figure(cells)`` returns the Figure.
         facts: what the JSON says beside the machine and the `cells`.
     """
 
-    def __init__(self, args, figure, **facts):
-        self.json, self.png = (Path(f"{args.output}{end}") for end in (".json", ".png"))
+    def __init__(self, args, **facts):
+        self.path, self.cells = Path(f"{args.output}.json"), []
         versions = {"machine": machine(args.device), "torch": torch.__version__}
-        self.figure, self.cells = figure, []
         self.where = "{machine}, torch {torch}".format(**versions)
         self.record = {**versions, **facts, "cells": self.cells}
 
     def save(self):
         """Write the JSON, whole."""
-        self.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.json, self.record)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self.path, self.record)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         show_progress()
-        if not self.cells:
-            return
-        self.save()
-        try:
-            from pipeline.plots.figures import save_figure
-
-            save_figure(self.figure(self.cells), self.png)
-        except ImportError as error:  # scripts/gpu_report.sh runs without matplotlib
-            self.png = f"no picture: {error}"
-        print(f"\nwritten: {self.json} and {self.png}")
+        if self.cells:
+            self.save()
+            print(f"\nwritten: {self.path}")
 
 
 # --- Options ---

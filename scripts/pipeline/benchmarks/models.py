@@ -132,24 +132,6 @@ def measure(cell, prepare, amounts, args, report, enough=math.inf):
         print(f"\n{title}: {name}", where, sep="\n")
 
 
-def figure(cells):
-    """Return a Figure of tokens per second, a panel for each cell; the turns as points."""
-    from pipeline.plots.figures import PALETTE, panel_grid
-
-    drawing, axes = panel_grid(len(cells), 4, 6, 3)
-    for axis, cell in zip(axes, cells):
-        for name, row in cell["results"].items():
-            if "seconds" in row:
-                speed = row["tokens_per_second"]
-                turns = [speed * row["seconds"] / turn for turn in row["turns"]]
-                bar = axis.barh(name, speed, color=PALETTE[1] if name in TALK else "0.75")
-                axis.bar_label(bar, fmt="{:,.1f}", label_type="center")
-                axis.plot(turns, [name] * len(turns), "k.", markersize=4)
-        axis.invert_yaxis()
-        axis.set(title=harness.title(cell), xlabel="tokens per second")
-    return drawing
-
-
 # --- Options ---
 
 

@@ -9,7 +9,7 @@ of a copy of x. It counts what has to move: forward, x, the offsets and the outp
 output's gradient, x and the offsets, and their gradients. TaLK's backward pass is measured alone,
 too, from one forward pass. At the end are the goals of the project, and which this machine meets.
 
-Writes a table, PREFIX.json (after each length, dtype and mode) and PREFIX.png.
+Prints tables, and writes PREFIX.json after each length, dtype and mode.
 """
 
 import collections
@@ -200,27 +200,6 @@ def goals_of(cells, device):
 # --- The command ---
 
 
-def figure(cells):
-    """Return a Figure of iterations per second over the length, a panel per dtype and mode."""
-    from pipeline.plots.figures import add_legend, looks, panel_grid
-
-    panels = {}
-    for cell in cells:
-        if cell["mode"] != "backward":
-            panels.setdefault(f"{cell['mode']}, {cell['dtype']}", []).append(cell)
-    drawing, axes = panel_grid(len(panels), 2, 5, 4)
-    for axis, (title, cells) in zip(axes, panels.items()):
-        for name, look in zip(PEERS, looks(len(PEERS))):
-            rows = ((cell["T"], cell["results"].get(name, {})) for cell in cells)
-            points = sorted((T, 1 / row["seconds"]) for T, row in rows if "seconds" in row)
-            if points:
-                axis.loglog(*zip(*points), label=name, **look)
-        axis.set(title=title, xlabel="T, time steps", ylabel="iterations per second")
-        axis.grid(alpha=0.3)
-    add_legend(drawing, axes, 3)
-    return drawing
-
-
 def parse(arguments=None):
     """Return the options."""
     parser = harness.option_parser("benchmark_talk_conv.py", __doc__, 7, 5, "results/talk_conv")
@@ -242,7 +221,7 @@ def main(arguments=None):
     check(args.dtypes, args.device)
     facts = dict(zip("BCH", sizes), window=WINDOW)
     earlier = collections.defaultdict(dict)
-    with harness.Report(args, figure, sizes=facts) as report:
+    with harness.Report(args, sizes=facts) as report:
         print(f"talk_conv is right in {', '.join(args.dtypes)}. Measuring on {report.where}.")
         for T, dtype in itertools.product(args.lengths, args.dtypes):
             try:

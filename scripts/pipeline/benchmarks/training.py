@@ -14,8 +14,8 @@ about as long; a turn runs over --batches of them, spread over the lengths.
 
 First checks loss and gradients of TaLK against the reference backend, and of band matrices against
 unfolded windows. Then runs the models in turn and takes medians. Tokens are those of the target,
-without padding. Peak memory is what a step takes beyond model and optimizer. Writes a table,
-PREFIX.json (after each turn) and PREFIX.png.
+without padding. Peak memory is what a step takes beyond model and optimizer. Prints tables, and
+writes PREFIX.json after each turn.
 """
 
 import contextlib
@@ -224,7 +224,7 @@ def main(arguments=None):
             with contextlib.suppress(Unavailable):  # which the table will say
                 check(name, args)
     facts = {name: getattr(args, name) for name in ("max_tokens", "tokens", "batches")}
-    with harness.Report(args, models.figure, sizes=vars(args.sizes), **facts) as report:
+    with harness.Report(args, sizes=vars(args.sizes), **facts) as report:
         print(f"Losses and gradients agree. Measuring on {report.where}; {args.sizes}.", flush=True)
         batches = build_batches(args)
         for precision in args.precisions:
