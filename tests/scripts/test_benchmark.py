@@ -40,6 +40,19 @@ def case(peers):
     return peers.Case(20, 3, 24, 4, torch.float32, "cpu")
 
 
+@pytest.fixture
+def measured(benchmark, case, tmp_path):
+    """``measured(limit)`` gives the rows of the case, forward."""
+
+    def measured(limit):
+        args = SimpleNamespace(only="", limit=limit, turns=3, device="cpu", output=tmp_path / "x")
+        report = benchmark.harness.Report(args, "TaLK")
+        benchmark.measure(case, "forward", args, report)
+        return report.cells[0]["results"]
+
+    return measured
+
+
 def test_table_and_json(tmp_path):
     command = [sys.executable, SCRIPT, *TINY, tmp_path / "talk"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -69,14 +82,13 @@ def test_bandwidth_is_of_what_has_to_move(peers):
     assert case.moves("self-attention", "forward") is None
 
 
-def test_numbers_and_goals(benchmark, case, monkeypatch):
+def test_numbers_and_goals(benchmark, case, measured, monkeypatch):
     """A copy takes a second and TaLK two; one goal is met, one missed, one has no number."""
     step = {"copy": 1.0, "TaLK": 2.0, benchmark.SDPA: 16.0}
     monkeypatch.setattr(benchmark, "PEERS", {name: benchmark.PEERS[name] for name in step})
     monkeypatch.setattr(benchmark, "runner", lambda name, *others: (name, 0))
     monkeypatch.setattr(benchmark, "seconds_of", lambda name, count: step[name])
-    args = SimpleNamespace(only="", limit=1e9, turns=3, device="cpu")
-    results = benchmark.measure(case, "forward", args, {})
+    results = measured(1e9)
     assert [row["speed_up"] for row in results.values()] == [0.5, 1, 8]
     assert results["copy"]["of_a_copy"] == 1 and "of_a_copy" not in results[benchmark.SDPA]
     moved = [case.moves(name, "forward") for name in ("copy", "TaLK")]
@@ -118,7 +130,7 @@ def test_an_interrupted_run_loses_no_other_cell(benchmark, tmp_path, monkeypatch
     assert [(cell["T"], cell["mode"]) for cell in cells] == [(5, mode) for mode in MODES]
 
 
-def test_a_peer_that_fails_in_a_turn_is_dropped(benchmark, case, monkeypatch):
+def test_a_peer_that_fails_in_a_turn_is_dropped(benchmark, case, measured, monkeypatch):
     calls = []
 
     def function(x):
@@ -136,8 +148,7 @@ def test_a_peer_that_fails_in_a_turn_is_dropped(benchmark, case, monkeypatch):
         },
     })  # fmt: skip
     monkeypatch.setattr(benchmark, "seconds_of", lambda step, count: step() is None or 0.06)
-    args = SimpleNamespace(only="", limit=5, turns=3, device="cpu")
-    results = benchmark.measure(case, "forward", args, {})
+    results = measured(5)
     assert results["fails"] == {"error": "an illegal memory access"} and len(calls) == 5
     assert results["huge"] == {"error": "out of memory"}
     assert results["copy"]["seconds"] == results["TaLK"]["seconds"] == 0.06

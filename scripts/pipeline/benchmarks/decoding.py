@@ -158,7 +158,7 @@ def main(arguments=None):
     args = parse(arguments)
     task = models.build_task(args.sizes.vocabulary)
     facts = {"dtype": args.dtype, "sizes": vars(args.sizes)}
-    with harness.Report(args, **facts) as report:
+    with harness.Report(args, "talkconv", **facts) as report:
         print(f"Measuring {args.dtype} on {report.where}; {args.sizes}.", flush=True)
         for beam in args.beams:
             # A model of its own for each beam: fairseq's generator may leave its beam in a model.

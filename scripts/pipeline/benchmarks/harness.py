@@ -66,55 +66,14 @@ def in_turn(steps, turns):
         yield from names[first:] + names[:first]
 
 
-def measure(
-    title, results, names, prepare, args, ours, amounts, enough=math.inf, report=lambda: None
-):
-    """Measure in turn what `prepare` gives: fill the rows of `results`, and return the steps.
-
-    Args:
-        title: what the results are of, in words.
-        results: {name: row}, to which a row is added for each of the `names`. It has the "turns" in
-            seconds, and what `summarise` adds; of a step that fails, it becomes {"error": why}.
-        prepare: ``prepare(name, row)`` returns a warm step: a callable that does the work once and
-            returns its seconds. It may add to the row, and raises Unavailable where it cannot run.
-        args: options, with the number of `turns`.
-        ours, amounts: as of `summarise`.
-        enough: a step that takes longer than so many seconds takes no further turn.
-        report: called after each step.
-    """
-    steps = {}
-    for name in names:
-        show_progress(f"{title}: {name}, warming up")
-        results[name] = {}
-        try:
-            steps[name] = prepare(name, results[name])
-        except RuntimeError as error:
-            results[name] = {"error": why_not(error)}
-        report()
-    left = dict(steps)
-    for name in in_turn(left, args.turns):
-        show_progress(f"{title}: measuring {name}")
-        try:
-            seconds = steps[name]()
-        except RuntimeError as error:
-            results[name] = {"error": why_not(error)}
-            del left[name]
-        else:
-            results[name].setdefault("turns", []).append(seconds)
-            if seconds > enough:
-                del left[name]
-        summarise(results, ours, amounts)
-        report()
-    return steps
-
-
 def summarise(results, ours, amounts):
     """Add to the rows with "turns" their median, and each of the `amounts` per second of it.
 
     `amounts` is {name: amount that a step works on}. "speed_up" is how many times faster than that
-    row the one named `ours` is: the median over the turns.
+    row the one named `ours` is: the median over the turns. "of_a_copy" is the bandwidth of a row
+    that says how many "bytes" it moves, as a share of that of the row "copy".
     """
-    our_turns = results.get(ours, {}).get("turns")
+    our_turns, copy = results.get(ours, {}).get("turns"), results.get("copy", {})
     for row in results.values():
         if "turns" in row:
             row["seconds"] = statistics.median(row["turns"])
@@ -122,6 +81,8 @@ def summarise(results, ours, amounts):
                 row[f"{name}_per_second"] = amount / row["seconds"]
             if our_turns:
                 row["speed_up"] = statistics.median(b / a for a, b in zip(our_turns, row["turns"]))
+            if "bytes" in row and "seconds" in copy:
+                row["of_a_copy"] = row["bytes"] / row["seconds"] / (copy["bytes"] / copy["seconds"])
 
 
 # --- Memory ---
@@ -201,15 +162,60 @@ class Report:
     As a context it also writes that for a benchmark that is interrupted.
 
     Args:
-        args: options with `output`, the prefix, and `device`.
+        args: options with `output`, the prefix, the `device` and the number of `turns`.
+        ours: the name of the row that the others are compared with.
         facts: what the JSON says beside the machine and the `cells`.
     """
 
-    def __init__(self, args, **facts):
-        self.path, self.cells = Path(f"{args.output}.json"), []
+    def __init__(self, args, ours, **facts):
+        self.path, self.turns, self.ours = Path(f"{args.output}.json"), args.turns, ours
         versions = {"machine": machine(args.device), "torch": torch.__version__}
         self.where = "{machine}, torch {torch}".format(**versions)
+        self.cells = []
         self.record = {**versions, **facts, "cells": self.cells}
+
+    def measure(self, cell, names, prepare, amounts, enough=math.inf):
+        """Measure in turn what `prepare` gives, print the table, and return the steps.
+
+        Args:
+            cell: what the results are of; they are added to it, {name: row}. A row has the "turns"
+                in seconds, and what `summarise` adds; of a step that fails, it is {"error": why}.
+            names: what to measure.
+            prepare: ``prepare(name, row)`` returns a warm step: a callable that does the work once
+                and returns its seconds. It may add to the row, and raises Unavailable where it
+                cannot run.
+            amounts: as of `summarise`.
+            enough: a step that takes longer than so many seconds takes no further turn.
+        """
+        words, results, steps = title(cell), {}, {}
+        self.cells.append(cell | {"results": results})
+        try:
+            for name in names:
+                show_progress(f"{words}: {name}, warming up")
+                results[name] = {}
+                try:
+                    steps[name] = prepare(name, results[name])
+                except RuntimeError as error:
+                    results[name] = {"error": why_not(error)}
+                self.save()
+            left = dict(steps)
+            for name in in_turn(left, self.turns):
+                show_progress(f"{words}: measuring {name}")
+                try:
+                    seconds = steps[name]()
+                except RuntimeError as error:
+                    results[name] = {"error": why_not(error)}
+                    del left[name]
+                else:
+                    results[name].setdefault("turns", []).append(seconds)
+                    if seconds > enough:
+                        del left[name]
+                summarise(results, self.ours, amounts)
+                self.save()
+        finally:
+            show_progress()
+            print(f"\n{words}", cell_table(self.cells[-1]), sep="\n", flush=True)
+        return steps
 
     def save(self):
         """Write the JSON, whole."""

@@ -100,15 +100,10 @@ def build(cfg, task, band=()):
 
 
 def measure(cell, prepare, amounts, args, report, enough=math.inf):
-    """Measure each of ``args.models`` in turn: a cell of the `report`, which is printed.
+    """Measure each of ``args.models`` in turn: a cell of the `report`.
 
-    Args:
-        cell: what the results are of, which are added to it.
-        prepare: as of harness.measure, but its step need not be warm.
-        amounts, enough: as of harness.measure.
+    All is as of Report.measure, but a step need not be warm.
     """
-    title, results = harness.title(cell), {}
-    report.cells.append(cell | {"results": results})
 
     def warmed_up(name, row):
         step = prepare(name, row)
@@ -117,19 +112,13 @@ def measure(cell, prepare, amounts, args, report, enough=math.inf):
         row["memory"] = harness.peak_memory(step, args.device)
         return step
 
-    try:
-        steps = harness.measure(
-            title, results, args.models, warmed_up, args, "talkconv", amounts, enough, report.save
-        )
-    finally:
-        harness.show_progress()
-        print(f"\n{title}", harness.cell_table(report.cells[-1]), sep="\n")
+    steps = report.measure(cell, args.models, warmed_up, amounts, enough)
     for name, step in steps.items() if args.profile else ():
         with torch.profiler.profile() as profiler:
             step()
         # PyTorch's table of the operators that take most.
         where = profiler.key_averages().table(f"self_{args.device}_time_total", row_limit=15)
-        print(f"\n{title}: {name}", where, sep="\n")
+        print(f"\n{harness.title(cell)}: {name}", where, sep="\n")
 
 
 # --- Options ---

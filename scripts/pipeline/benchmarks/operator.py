@@ -12,7 +12,6 @@ too, from one forward pass. At the end are the goals of the project, and which t
 Prints tables, and writes PREFIX.json after each length, dtype and mode.
 """
 
-import collections
 import itertools
 import re
 from functools import partial
@@ -112,40 +111,33 @@ def seconds_of(step, count):
     return harness.timed(iterations)[0] / count
 
 
-def measure(case, mode, args, earlier):
-    """Return {peer: {"seconds": …, "memory": …, …} or {"error": why}} for one case and mode.
+def predicted(name, cell, cells):
+    """Return the seconds of an iteration, by the last of the `cells` of this dtype and mode."""
+    for earlier in reversed(cells):
+        row = earlier["results"].get(name, {})
+        if "seconds" in row and all(earlier[key] == cell[key] for key in ("dtype", "mode")):
+            return row["seconds"] * (cell["T"] / earlier["T"]) ** PEERS[name][1]
+    return 0
 
-    `earlier` is {peer: (T, seconds)} of another length, and is brought up to date.
-    """
-    results = {}
+
+def measure(case, mode, args, report):
+    """Measure the peers in one case and mode: a cell of the `report`."""
+    cell = {"T": case.T, "dtype": str(case.dtype).removeprefix("torch."), "mode": mode}
     names = [name for name in PEERS if name in ("copy", "TaLK") or re.search(args.only, name)]
     if mode == "backward":
         names = [name for name in names if case.moves(name, mode)]
 
     def prepare(name, row):
-        build, order = PEERS[name]
-        T, took = earlier.get(name, (case.T, 0))
-        if (predicted := took * (case.T / T) ** order) > args.limit:
-            raise Unavailable(f"too slow: about {predicted:.0f} s per iteration")
-        step, row["memory"] = runner(name, *build(case), mode, args.device)
+        if (seconds := predicted(name, cell, report.cells)) > args.limit:
+            raise Unavailable(f"too slow: about {seconds:.0f} s per iteration")
+        step, row["memory"] = runner(name, *PEERS[name][0](case), mode, args.device)
         if moves := case.moves(name, mode):
             row["bytes"] = moves
         once = seconds_of(step, 1)
         count = max(1, min(1000, int(0.1 / once)))  # a turn is about a tenth of a second
         return partial(seconds_of, step, count)
 
-    harness.measure(
-        f"T={case.T:,}, {mode}", results, names, prepare, args, "TaLK", {"iterations": 1},
-        args.limit / 4,
-    )  # fmt: skip
-    a_copy = results["copy"]
-    for name, row in results.items():
-        if "seconds" in row:
-            earlier[name] = (case.T, row["seconds"])
-            if "bytes" in row and "seconds" in a_copy:
-                speed = row["bytes"] / row["seconds"]
-                row["of_a_copy"] = speed / (a_copy["bytes"] / a_copy["seconds"])
-    return results
+    report.measure(cell, names, prepare, {"iterations": 1}, args.limit / 4)
 
 
 # --- The goals ---
@@ -220,8 +212,7 @@ def main(arguments=None):
 
     check(args.dtypes, args.device)
     facts = dict(zip("BCH", sizes), window=WINDOW)
-    earlier = collections.defaultdict(dict)
-    with harness.Report(args, sizes=facts) as report:
+    with harness.Report(args, "TaLK", sizes=facts) as report:
         print(f"talk_conv is right in {', '.join(args.dtypes)}. Measuring on {report.where}.")
         for T, dtype in itertools.product(args.lengths, args.dtypes):
             try:
@@ -231,13 +222,9 @@ def main(arguments=None):
                 print(f"\nT={T:,}, {dtype}: {harness.why_not(error)}")
                 continue
             for mode in MODES:
-                results = measure(case, mode, args, earlier[dtype, mode])
-                cell = {"T": T, "dtype": dtype, "mode": mode, "results": results}
-                report.cells.append(cell)
+                measure(case, mode, args, report)
                 if sizes == SIZES:
                     report.record["goals"] = goals_of(report.cells, args.device)
-                report.save()
-                print(f"\n{harness.title(cell)}", harness.cell_table(cell), sep="\n", flush=True)
     if not report.cells:
         raise SystemExit("nothing was measured")
     if goals := report.record.get("goals"):

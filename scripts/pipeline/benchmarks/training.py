@@ -224,7 +224,7 @@ def main(arguments=None):
             with contextlib.suppress(Unavailable):  # which the table will say
                 check(name, args)
     facts = {name: getattr(args, name) for name in ("max_tokens", "tokens", "batches")}
-    with harness.Report(args, sizes=vars(args.sizes), **facts) as report:
+    with harness.Report(args, "talkconv", sizes=vars(args.sizes), **facts) as report:
         print(f"Losses and gradients agree. Measuring on {report.where}; {args.sizes}.", flush=True)
         batches = build_batches(args)
         for precision in args.precisions:
