@@ -23,16 +23,16 @@ from pipeline.benchmarks import harness
 from pipeline.benchmarks.harness import COLUMNS, Unavailable, one_of, peak_memory, several
 from pipeline.benchmarks.peers import GRAPH, PEERS, PUBLISHED, SDPA, WINDOW, Case
 from pipeline.common.command import at_least
-from talk_fairseq import talk_conv, talk_conv_reference
+from talk_fairseq import TaLKConvState, talk_conv, talk_conv_reference, talk_conv_update
 
 SIZES = (10, 1024, 16)  # B, C and H of the paper; the goals are for them
 MODES = ("forward", "forward+backward", "backward")
-# By how much an output may be off, relative to the largest; a gradient by four times as much.
+# By how much an output may be off, relative to the largest; the others by four times as much.
 BOUNDS = {"float64": 1e-11, "float32": 2e-6, "float16": 6e-4, "bfloat16": 4e-3}
 
 
 def check(dtypes, device):
-    """Raise SystemExit unless talk_conv is right on this machine, forward and backward."""
+    """Raise SystemExit unless talk_conv is right here: forward, backward and step by step."""
     for name in dtypes:
         for shape, max_right in (((129, 2, 24), 31), ((301, 1, 64), 0)):
             case = Case(*shape, 4, getattr(torch, name), device)
@@ -48,10 +48,19 @@ def check(dtypes, device):
 
             got = run(talk_conv, inputs)
             want = run(talk_conv_reference, [t.double() for t in inputs])
+            if not max_right:
+                got, want = (*got, step_by_step(case)), (*want, want[0])
             for index, (a, b) in enumerate(zip(got, want)):
                 error = ((a.double() - b).abs().max() / b.abs().max()).item()
                 if not error <= BOUNDS[name] * (4 if index else 1):
                     raise SystemExit(f"talk_conv is wrong in {name} by {error:.2g}: not measured")
+
+
+def step_by_step(case):
+    """Return the output of talk_conv_update over the case, as in a decoder."""
+    state = TaLKConvState(case.B, case.C, WINDOW, case.dtype, case.device)
+    steps = zip(case.x.split(1), case.offset_left.split(1))
+    return torch.cat([talk_conv_update(*step, state, WINDOW) for step in steps])
 
 
 # --- Measuring ---

@@ -12,22 +12,17 @@ them in the language models alone. fairseq's DynamicConv unfolds its windows; `d
 band matrices. Sentences are of random words, source lengths log-normal (median 20 tokens), targets
 about as long; a turn runs over --batches of them, spread over the lengths.
 
-First checks loss and gradients of TaLK against the reference backend, and of band matrices against
-unfolded windows. Then runs the models in turn and takes medians. Tokens are those of the target,
-without padding. Peak memory is what a step takes beyond model and optimizer. Prints tables, and
-writes PREFIX.json after each turn.
+First checks TaLK's operator against the reference. Then runs the models in turn and takes medians.
+Tokens are those of the target, without padding. Peak memory is what a step takes beyond model and
+optimizer. Prints tables, and writes PREFIX.json after each turn.
 """
 
-import contextlib
-import os
 import tempfile
-from argparse import Namespace
-from unittest import mock
 
 import torch
 
-from pipeline.benchmarks import harness, models
-from pipeline.benchmarks.harness import Unavailable, one_of, several, show_progress
+from pipeline.benchmarks import harness, models, operator
+from pipeline.benchmarks.harness import Unavailable, one_of, several
 from pipeline.benchmarks.models import SIZES
 from pipeline.common.command import at_least
 
@@ -46,11 +41,7 @@ TASKS = {  # the models of each, and the default of --batches
     },
 }
 ATTENTION_DROPOUT = 0.1  # of attention weights, kernels and offsets
-TOLERANCE = 1e-3  # of gradients, relative to the largest
 BAND = 512  # longest sequences of fairseq's band matrices; longer ones it unfolds
-
-
-# --- Trainers and batches, as fairseq-train builds them ---
 
 
 def build_trainer(name, precision, args):
@@ -131,48 +122,6 @@ def build_batches(args):
     return [pairs.collater([pairs[i] for i in batches[place]]) for place in spread]
 
 
-# --- Correctness first ---
-
-
-def gradients(trainer, batch):
-    """Return the loss of `batch` and {parameter: gradient}, without dropout."""
-    model, criterion = trainer.model.eval(), trainer.criterion.eval()
-    sample, _ = trainer._prepare_sample(batch)
-    model.zero_grad()
-    loss, size, _ = criterion(model, sample)
-    (loss / size).backward()
-    found = {n: p.grad.float().clone() for n, p in model.named_parameters() if p.grad is not None}
-    return (loss / size).item(), found
-
-
-def check(name, args):
-    """Raise SystemExit unless `name`, in float32 and with few tokens, trains as it should.
-
-    TaLK as the reference backend does, and dynamicconv-band as dynamicconv.
-    """
-    show_progress(f"checking {name}")
-    sizes = Namespace(**vars(args.sizes) | {"vocabulary": min(1000, args.sizes.vocabulary)})
-    few = {"batches": 1, "max_tokens": min(200, args.max_tokens), "tokens": min(40, args.tokens)}
-    few = Namespace(**{**vars(args), **few, "sizes": sizes})
-    batch, trainer = build_batches(few)[0], build_trainer(name, "float32", few)
-    loss, found = gradients(trainer, batch)
-    if name in models.TALK:
-        with mock.patch.dict(os.environ, TALK_CONV_BACKEND="reference"):
-            other, (wanted, expected) = "reference", gradients(trainer, batch)
-    else:
-        other = "dynamicconv"
-        wanted, expected = gradients(build_trainer(other, "float32", few), batch)
-    # torch's max keeps a NaN, Python's may not.
-    largest = torch.stack([gradient.abs().max() for gradient in expected.values()]).max()
-    error = torch.stack([(found[n] - expected[n]).abs().max() for n in expected]).max() / largest
-    for what, off in (("loss", abs(loss / wanted - 1)), ("gradients", error.item())):
-        if not off <= TOLERANCE:
-            raise SystemExit(f"{name}: the {what} differ from {other} by {off:.2g}: not measured")
-
-
-# --- Speed ---
-
-
 def measure(precision, batches, args, report):
     """Measure training steps over the `batches` in a precision."""
 
@@ -219,13 +168,10 @@ def parse(arguments=None):
 def main(arguments=None):
     """Run the command; `arguments` are those of the command line by default."""
     args = parse(arguments)
-    for name in args.models:
-        if name in (*models.TALK, "dynamicconv-band"):
-            with contextlib.suppress(Unavailable):  # which the table will say
-                check(name, args)
+    operator.check(args.precisions, args.device)
     facts = {name: getattr(args, name) for name in ("max_tokens", "tokens", "batches")}
     with harness.Report(args, "talkconv", sizes=vars(args.sizes), **facts) as report:
-        print(f"Losses and gradients agree. Measuring on {report.where}; {args.sizes}.", flush=True)
+        print(f"Measuring on {report.where}; {args.sizes}.", flush=True)
         batches = build_batches(args)
         for precision in args.precisions:
             measure(precision, batches, args, report)

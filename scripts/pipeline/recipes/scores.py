@@ -3,7 +3,7 @@
 import html
 import re
 
-import sacrebleu
+from sacrebleu.metrics import BLEU, CHRF
 
 from talk_fairseq.rouge import rouge
 from talk_fairseq.rouge import version as rouge_version
@@ -26,14 +26,20 @@ def compound_split(line):
     return re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line)
 
 
-def score_with(metric, hypotheses, references):
-    """Return ``{"score", "tool"}`` by a metric of sacreBLEU. Raises ValueError for other counts."""
+def scores_by(hypotheses, references, **metrics):
+    """Return ``{name: {"score", "tool"}}`` by metrics of sacreBLEU.
+
+    Raises ValueError for other numbers of hypotheses than of references.
+    """
     if len(hypotheses) != len(references):
         raise ValueError(
             f"hypotheses: expected {len(references):,}, one a reference, got {len(hypotheses):,}"
         )
-    score = metric.corpus_score(hypotheses, [references]).score
-    return {"score": score, "tool": f"sacreBLEU {metric.get_signature()}"}
+    scores = {}
+    for name, metric in metrics.items():
+        score = metric.corpus_score(hypotheses, [references]).score
+        scores[name] = {"score": score, "tool": f"sacreBLEU {metric.get_signature()}"}
+    return scores
 
 
 def translation_scores(hypotheses, references, compounds=False):
@@ -41,25 +47,18 @@ def translation_scores(hypotheses, references, compounds=False):
 
     The tokens are taken as they stand (``--tokenize none --force`` of sacreBLEU).
     """
-
-    def bleu():
-        return sacrebleu.metrics.BLEU(tokenize="none", force=True)
-
-    scores = {"tokenised_bleu": score_with(bleu(), hypotheses, references)}
+    bleu = BLEU(tokenize="none", force=True)
+    scores = scores_by(hypotheses, references, tokenised_bleu=bleu)
     if compounds:
         split = [[compound_split(line) for line in lines] for lines in (hypotheses, references)]
-        scores["compound_split_tokenised_bleu"] = score_with(bleu(), *split)
+        scores |= scores_by(*split, compound_split_tokenised_bleu=bleu)
     return scores
 
 
 def detokenised_scores(hypotheses, references, lowercase=False):
     """Return ``{name: {"score", "tool"}}`` of plain text; `lowercase` for lower-cased models."""
-    bleu = sacrebleu.metrics.BLEU(lowercase=lowercase)
-    chrf = sacrebleu.metrics.CHRF(lowercase=lowercase)
-    return {
-        "sacrebleu": score_with(bleu, hypotheses, references),
-        "chrf": score_with(chrf, hypotheses, references),
-    }
+    metrics = {"sacrebleu": BLEU(lowercase=lowercase), "chrf": CHRF(lowercase=lowercase)}
+    return scores_by(hypotheses, references, **metrics)
 
 
 def rouge_scores(hypotheses, references):
