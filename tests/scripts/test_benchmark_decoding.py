@@ -140,7 +140,7 @@ def test_decoding_is_a_full_pass(benchmark, build, name):
     model, task, _ = build(name)
     B, S, target, beam = 3, 12, 24, 4  # more tokens than the largest window
     batch = benchmark.random_batch(task, B, S, "cpu")
-    generator = benchmark.build_generator(model, task, beam, target)
+    generator = benchmark.build_generator(model, task, beam=beam, min_len=target, max_len_b=target)
     best = [beams[0] for beams in generator.generate([model], batch)]
     tokens = torch.stack([hypothesis["tokens"] for hypothesis in best])
     scores = torch.stack([hypothesis["positional_scores"] for hypothesis in best])
@@ -172,7 +172,7 @@ def test_lengths_are_forced(benchmark, build, beam):
     ends = lambda _, inputs, out: out.index_fill(2, torch.tensor([eos]), 50.0)  # noqa: E731
     model.decoder.output_projection.register_forward_hook(ends)
     batch = benchmark.random_batch(task, 2, 4, "cpu")
-    generator = benchmark.build_generator(model, task, beam, 9)
+    generator = benchmark.build_generator(model, task, beam=beam, min_len=9, max_len_b=9)
     hypotheses = generator.generate([model], batch)
     assert [len(beams) for beams in hypotheses] == [beam, beam]
     for hypothesis in (hypothesis for beams in hypotheses for hypothesis in beams):

@@ -16,16 +16,13 @@ the model. Prints tables, and writes PREFIX.json after each turn.
 
 import itertools
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 
 from pipeline.benchmarks import harness, models, operator
 from pipeline.benchmarks.harness import several
 from pipeline.common.command import at_least
-
-# isort: split
-from fairseq.dataclass.configs import GenerationConfig
+from pipeline.common.models import build_generator
 
 WINDOWS = [1, 3, 7, 15]  # of talkconv_iwslt_de_en, to either side in the encoder
 DTYPES = ("float32", "float16", "bfloat16")
@@ -38,13 +35,6 @@ def build_model(name, task, args):
     sides = ("encoder",) if name.endswith("-band") else ()
     model = models.build(models.configure(options), task, sides)
     return model.to(device=args.device, dtype=getattr(torch, args.dtype)).eval()
-
-
-def build_generator(model, task, beam, target):
-    """Return fairseq's SequenceGenerator for hypotheses of `target` tokens and their end."""
-    cfg = SimpleNamespace(generation=GenerationConfig(beam=beam, min_len=target, max_len_b=target))
-    model.prepare_for_inference_(cfg)
-    return task.build_generator([model], cfg.generation)
 
 
 def random_batch(task, B, S, device):
@@ -65,8 +55,9 @@ def measure(cell, task, args, report):
     def prepare(name, row):
         # A model of its own: fairseq's generator may leave its beam in a model.
         model = build_model(name, task, args)
-        search = partial(build_generator(model, task, beam, length).generate, [model], batch)
-        return lambda: harness.timed(search)[0]
+        # Its hypotheses have `length` tokens and an end.
+        generator = build_generator(model, task, beam=beam, min_len=length, max_len_b=length)
+        return lambda: harness.timed(partial(generator.generate, [model], batch))[0]
 
     amounts = {"sentences": B, "tokens": B * (length + 1)}
     models.measure(cell, prepare, amounts, args, report, enough=args.limit / 4)
