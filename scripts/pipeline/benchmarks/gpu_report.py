@@ -13,8 +13,6 @@ Writes report.json and report.md after each stage. What a stage prints is in NAM
 and what a benchmark measures in NAME.json.
 """
 
-import contextlib
-import os
 import shlex
 import signal
 import subprocess
@@ -100,22 +98,19 @@ def run_stage(command, seconds, prefix):
     words = shlex.split(command.replace("PYTHON", shlex.quote(sys.executable)))
     for old in prefix.parent.glob(f"{prefix.name}.*"):
         old.unlink()
+    # Interrupted, it may still write what it has measured. All that it has started ends with it.
+    limit = ["timeout", "--signal=INT", f"--kill-after={max(2, 0.1 * seconds)}", f"{0.9 * seconds}"]
+    began = time.monotonic()
     with open(f"{prefix}.log", "w", encoding="utf-8") as log:
-        process = subprocess.Popen(
-            words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen([*limit, *words], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
     try:
-        code = process.wait(0.9 * seconds)
-        return ("done", "") if code == 0 else ("failed", f"exit status {code}")
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # it may still write what it has measured
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(2, 0.1 * seconds))
-        return "stopped", f"its {seconds:.0f} s were over; what would follow is left out"
+        code = process.wait()
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # and all that it has started
+        process.terminate()
         process.wait()
+    if code and time.monotonic() - began > 0.9 * seconds:
+        return "stopped", f"its {seconds:.0f} s were over; what would follow is left out"
+    return ("done", "") if code == 0 else ("failed", f"exit status {code}")
 
 
 def report(found, folder, end):

@@ -15,7 +15,6 @@ Prints tables, and writes PREFIX.json after each length, dtype and mode.
 import itertools
 import re
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -149,34 +148,21 @@ def measure(case, mode, args, report):
     report.measure(cell, names, prepare, {"iterations": 1}, args.limit / 4)
 
 
-# --- The goals ---
-
-
-class Goal(NamedTuple):
-    """At least this for a number of a peer's row, one of harness.COLUMNS."""
-
-    peer: str
-    number: str
-    least: float
-    mode: str
-    lengths: tuple
-    dtypes: tuple = ("float32", "bfloat16")
-
-
-LONG, SHORT = (1000, 10_000, 100_000), (10, 100)
+LONG, SHORT, BOTH = (1000, 10_000, 100_000), (10, 100), ("float32", "bfloat16")
+# At least so much for a number of a peer's row: (peer, number, least, mode, lengths, dtypes).
 GOALS = {
     "cuda": (
-        Goal("TaLK", "of_a_copy", 0.85, "forward", LONG),
-        Goal("TaLK", "of_a_copy", 0.7, "backward", LONG),
-        Goal(GRAPH, "iterations_per_second", 100_000, "forward", SHORT),
-        Goal(PUBLISHED, "speed_up", 2, "forward", SHORT),
-        Goal(PUBLISHED, "speed_up", 10, "forward+backward", (10_000,)),
-        Goal(SDPA, "speed_up", 8, "forward", (1000,), ("bfloat16",)),
-        Goal(SDPA, "speed_up", 70, "forward", (10_000,), ("bfloat16",)),
+        ("TaLK", "of_a_copy", 0.85, "forward", LONG, BOTH),
+        ("TaLK", "of_a_copy", 0.7, "backward", LONG, BOTH),
+        (GRAPH, "iterations_per_second", 100_000, "forward", SHORT, BOTH),
+        (PUBLISHED, "speed_up", 2, "forward", SHORT, BOTH),
+        (PUBLISHED, "speed_up", 10, "forward+backward", (10_000,), BOTH),
+        (SDPA, "speed_up", 8, "forward", (1000,), ("bfloat16",)),
+        (SDPA, "speed_up", 70, "forward", (10_000,), ("bfloat16",)),
     ),
     "cpu": (
-        Goal("copy", "speed_up", 1 / 1.5, "forward", (1000,), ("float32",)),
-        Goal(SDPA, "speed_up", 12, "forward+backward", (1000,), ("float32",)),
+        ("copy", "speed_up", 1 / 1.5, "forward", (1000,), ("float32",)),
+        (SDPA, "speed_up", 12, "forward+backward", (1000,), ("float32",)),
     ),
 }
 
@@ -185,20 +171,17 @@ def goals_of(cells, device):
     """Return a row for each goal that concerns one of the `cells`, with what was measured."""
     found = []
     for goal, cell in itertools.product(GOALS[device], cells):
-        T, dtype, mode, results = (cell[key] for key in ("T", "dtype", "mode", "results"))
-        if mode == goal.mode and T in goal.lengths and dtype in goal.dtypes:
-            row = results.get(goal.peer, {})
-            value = row.get(goal.number)
-            met = {True: "yes", False: "NO", None: row.get("error", "not measured")}
+        peer, number, least, mode, lengths, dtypes = goal
+        if cell["mode"] == mode and cell["T"] in lengths and cell["dtype"] in dtypes:
+            row = cell["results"].get(peer, {})
+            value, met = row.get(number), row.get("error", "not measured")
+            if value is not None:
+                met = "yes" if value >= least else "NO"
             found.append({
-                "goal": f"{harness.title(cell)}: {goal.peer}, {COLUMNS[goal.number][0]}",
-                "at least": goal.least, "measured": value,
-                "met": met[None if value is None else value >= goal.least],
+                "goal": f"{harness.title(cell)}: {peer}, {COLUMNS[number][0]}",
+                "at least": least, "measured": value, "met": met,
             })  # fmt: skip
     return found
-
-
-# --- The command ---
 
 
 def parse(arguments=None):
