@@ -28,6 +28,7 @@ from pipeline.common.command import at_least
 
 # isort: split
 from fairseq.data import LanguagePairDataset
+from fairseq.data.monolingual_dataset import collate
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.trainer import Trainer
 
@@ -76,8 +77,7 @@ def build_trainer(name, precision, args):
         given["decoder-normalize-before"] = True  # lightconv_lm has no other form
     cfg = models.configure(given, "language_modeling" if lm else "translation")
     task = models.build_task(args.sizes.vocabulary)
-    if lm:
-        task = LanguageModelingTask(cfg.task, task.source_dictionary)
+    task = LanguageModelingTask(cfg.task, task.source_dictionary) if lm else task
     sides = ("decoder",) if lm else ("encoder", "decoder")
     model = models.build(cfg, task, sides if band else ())
     return Trainer(cfg, task, model, task.build_criterion(cfg.criterion))
@@ -93,17 +93,13 @@ def build_batches(args):
         tokens[-1] = words.eos()
         return tokens
 
-    def block_batch(blocks):
-        """As many blocks of text, each token with the next one as its target."""
-        text = torch.stack([sentence(args.tokens + 1) for _ in range(blocks)])
-        source, lengths = text[:, :-1].contiguous(), torch.full((blocks,), args.tokens)
-        batch = {"id": torch.arange(blocks), "nsentences": blocks, "ntokens": source.numel()}
-        batch["net_input"] = {"src_tokens": source, "src_lengths": lengths}
-        return batch | {"target": text[:, 1:].contiguous()}
-
     if args.task == "lm":
         blocks = max(1, args.max_tokens // args.tokens)
-        return [block_batch(blocks) for _ in range(args.batches)]
+        text = [sentence(args.tokens + 1) for _ in range(blocks * args.batches)]
+        # Each token has the next one as its target.
+        pairs = [{"id": i, "source": t[:-1], "target": t[1:]} for i, t in enumerate(text)]
+        batches = (pairs[i : i + blocks] for i in range(0, len(pairs), blocks))
+        return [collate(batch, words.pad(), words.eos()) for batch in batches]
 
     # As many sentences as fill the batches thirty times over, or rare lengths would fill them.
     count = 30 * args.batches * args.max_tokens // 20

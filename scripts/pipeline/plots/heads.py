@@ -24,9 +24,10 @@ BINS = 20  # of a reach, from 0 to its limit
 
 @dataclass
 class Layer:
-    """The windows of a layer in a sentence.
+    """The windows of a layer in a sentence of T tokens.
 
     Each head would look as far as `left` and `right` (T, H), in tokens, in a longer sentence.
+    Between two tokens, a window takes only a part of one.
     """
 
     max_left: int
@@ -35,13 +36,10 @@ class Layer:
     right: np.ndarray
 
     @property
-    def ends(self):
-        """Return the ends ``(a_l, a_r)`` of the windows inside the sentence, both (T, H).
-
-        Both are included. Between two tokens, they take only a part of one.
-        """
+    def inside(self):
+        """Return how far the windows reach inside the sentence, to the left and right, both (T, H)."""
         t = np.arange(len(self.left))[:, None]
-        return np.maximum(0, t - self.left), np.minimum(len(t) - 1, t + self.right)
+        return np.minimum(self.left, t), np.minimum(self.right, t[::-1])
 
 
 def layer_of(conv, offset_left, offset_right):
@@ -198,17 +196,13 @@ def reach(layers):
     """Return what `reach_over_corpus` does for one layer, of its windows in each sentence."""
     limits = {"left": layers[0].max_left, "right": layers[0].max_right}
     found = {f"max_{way}": limit for way, limit in limits.items()}
-    found |= {"windows": sum(layer.left.size for layer in layers)}
+    found["windows"] = sum(layer.left.size for layer in layers)
     found |= {"mean": {}, "counts": {}, "asked": {}}
     for side, (way, limit) in enumerate(limits.items()):
         if limit:
-            inside, asked = [], []
-            for layer in layers:
-                t = np.arange(len(layer.left))[:, None]
-                inside.append(abs(layer.ends[side] - t).ravel())
-                asked.append(getattr(layer, way).ravel())
-            found["mean"][way] = np.concatenate(inside).mean()
+            inside = np.concatenate([layer.inside[side].ravel() for layer in layers])
+            asked = np.concatenate([getattr(layer, way).ravel() for layer in layers])
+            found["mean"][way] = inside.mean()
             for key, reaches in (("counts", inside), ("asked", asked)):
-                counts = np.histogram(np.concatenate(reaches), BINS, (0, limit))[0]
-                found[key][way] = counts.tolist()
+                found[key][way] = np.histogram(reaches, BINS, (0, limit))[0].tolist()
     return found

@@ -71,16 +71,16 @@ def draw_layer(axis, layer):
     are, by their gid, "limit" (a box for each token), and "left", "token" and "right" (a box for
     each token and head, heads first).
     """
-    (T, H), (a_l, a_r) = layer.left.shape, layer.ends
+    (T, H), (left, right) = layer.left.shape, layer.inside
     t = np.arange(T)
     first, last = np.maximum(t - layer.max_left, 0), np.minimum(t + layer.max_right, T - 1)
     draw_boxes(axis, "limit", first - 0.5, last + 0.5, t - LINE / 2, t + LINE / 2)
     t = t[:, None]
     top = t - LINE / 2 + LINE * np.arange(H) / H
-    draw_boxes(axis, "left", a_l - 0.5, t - 0.5, top, top + LINE / H)
+    draw_boxes(axis, "left", t - left - 0.5, t - 0.5, top, top + LINE / H)
     draw_boxes(axis, "token", t - 0.5, t + 0.5, top, top + LINE / H)
     if layer.max_right:
-        draw_boxes(axis, "right", t + 0.5, a_r + 0.5, top, top + LINE / H)
+        draw_boxes(axis, "right", t + 0.5, t + right + 0.5, top, top + LINE / H)
     axis.set(xlim=(-0.5, T - 0.5), ylim=(T - 0.5, -0.5))
     axis.set_xticks(np.arange(T - 1) + 0.5, minor=True)  # between the words
     axis.grid(which="minor", axis="x", color="0.85", linewidth=0.4)
@@ -143,9 +143,10 @@ def reach_figure(reaches):
 
 def sentence_record(tokens, layers):
     """Return the numbers of `windows_figure`: the ends of the window of each head and token."""
-    record = {"tokens": tokens, "layers": []}
+    record, t = {"tokens": tokens, "layers": []}, np.arange(len(tokens))[:, None]
     for layer in layers:
-        ends = (end.T.round(4).tolist() for end in layer.ends)
+        left, right = layer.inside
+        ends = (end.T.round(4).tolist() for end in (t - left, t + right))
         heads = [{"a_l": a_l, "a_r": a_r} for a_l, a_r in zip(*ends)]
         limits = {"max_left": layer.max_left, "max_right": layer.max_right}
         record["layers"].append({**limits, "heads": heads})
