@@ -89,9 +89,6 @@ def missing(stage):
     return f"needs {' and '.join(absent)}" if absent else ""
 
 
-# --- One stage after the other ---
-
-
 def run_stage(command, seconds, prefix):
     """Run a stage in a process of its own, for so many seconds: ``(state, why)``."""
     command = command.replace("PREFIX", shlex.quote(str(prefix)))
@@ -134,9 +131,6 @@ def report(found, folder, end):
             write_json(folder / "report.json", record)
             write_whole(folder / "report.md", "\n".join(page(record, folder)) + "\n")
         print(f"   {stage['state']} {stage['why']}", flush=True)
-
-
-# --- The page ---
 
 
 def page(record, folder):

@@ -41,9 +41,6 @@ def why_not(error):
     return str(error).partition("\n")[0][:100]
 
 
-# --- Time ---
-
-
 def timed(step):
     """Return ``(seconds, result)`` of one call of `step`, with its work on a GPU."""
     wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
@@ -85,9 +82,6 @@ def summarise(results, ours, amounts):
                 row["of_a_copy"] = row["bytes"] / row["seconds"] / (copy["bytes"] / copy["seconds"])
 
 
-# --- Memory ---
-
-
 def peak_memory(step, device):
     """Return the bytes that one call of `step` takes at its peak, beyond what was held before.
 
@@ -115,9 +109,6 @@ def resident(field):
     """Return a number of /proc/self/status in bytes."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition(field + ":")[2].split()[0]) * 1024
-
-
-# --- Output ---
 
 
 def show_progress(text=""):
@@ -230,9 +221,6 @@ class Report:
         if self.cells:
             self.save()
             print(f"\nwritten: {self.path}")
-
-
-# --- Options ---
 
 
 def option_parser(name, description, turns, limit, output):

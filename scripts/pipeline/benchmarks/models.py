@@ -25,9 +25,6 @@ MODELS = (*TALK, "transformer", "lightconv", "dynamicconv", "dynamicconv-band")
 SIZES = dict(width=512, ffn=1024, heads=4, encoder_layers=7, decoder_layers=6, vocabulary=10_000)
 
 
-# --- Models, as fairseq-train builds them ---
-
-
 def build_task(vocabulary):
     """Return a translation task with one dictionary of `vocabulary` entries for both sides."""
     dictionary = Dictionary()
@@ -96,9 +93,6 @@ def build(cfg, task, band=()):
     return model
 
 
-# --- Measuring ---
-
-
 def measure(cell, prepare, amounts, args, report, enough=math.inf):
     """Measure each of ``args.models`` in turn: a cell of the `report`.
 
@@ -119,9 +113,6 @@ def measure(cell, prepare, amounts, args, report, enough=math.inf):
         # PyTorch's table of the operators that take most.
         where = profiler.key_averages().table(f"self_{args.device}_time_total", row_limit=15)
         print(f"\n{harness.title(cell)}: {name}", where, sep="\n")
-
-
-# --- Options ---
 
 
 def option_parser(name, description, turns, output):

@@ -62,9 +62,6 @@ def step_by_step(case):
     return torch.cat([talk_conv_update(*step, state, WINDOW) for step in steps])
 
 
-# --- Measuring ---
-
-
 def iteration(function, inputs, mode):
     """Return a callable that does one iteration."""
     if mode == "forward":

@@ -5,7 +5,6 @@ import contextlib
 import functools
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -41,11 +40,6 @@ def set_environment(device):
     wanted |= CPU_ENVIRONMENT if device == "cpu" else {}
     if os.environ | wanted != os.environ:
         os.execve(sys.executable, sys.orig_argv, os.environ | wanted)
-
-
-def in_words(words):
-    """Return a command as a line that a shell takes."""
-    return shlex.join(str(Path(word).name if n == 0 else word) for n, word in enumerate(words))
 
 
 class Commands:
@@ -172,9 +166,6 @@ def generation(line):
     if counted := re.search(r": +(\d+) / (\d+) wps=", line):
         done, count = map(int, counted.groups())
         return done / count, f"batch {done:,} of {count:,}"
-
-
-# --- Checkpoints ---
 
 
 def updates_of(checkpoint):

@@ -36,9 +36,6 @@ def write_results(out, results):
     show(f"\n{lines}\nEverything is in {out}")
 
 
-# --- The table ---
-
-
 def table(results):
     """Return the lines of the table, in Markdown, and of the notes below it."""
     task, systems, reference = results["task"], results["systems"], results["reference"]
@@ -146,9 +143,6 @@ def notes(results):
         yield "Float32; matrix products in bfloat16 where the processor has it."
     else:
         yield "Float16."
-
-
-# --- The figures ---
 
 
 def validation_figure(results):

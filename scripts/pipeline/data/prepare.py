@@ -117,9 +117,6 @@ class Preparation:
                 yield pair, result
 
 
-# --- Plain text ---
-
-
 def write_plain(prep):
     """Write ``{train,valid,test}.LANG``, one sentence per line, from the published files."""
     benchmark, downloads = prep.benchmark, Path(prep.args.downloads)
@@ -146,9 +143,6 @@ def write_plain(prep):
                     what = f"lines of {' and '.join(part.files)}"
                     prep.check(what, writer.lines - before, part.lines)
         prep.prepared["lines"][split] = writer.lines
-
-
-# --- Tokens ---
 
 
 def write_tokenized(prep):
@@ -181,9 +175,6 @@ def write_tokenized(prep):
                     writers[0].write(tokenized)
             lines |= {of: writer.lines for (_, of), writer in zip(places, writers)}
     prep.check_cleaned("tokens")
-
-
-# --- Pieces ---
 
 
 def write_pieces(prep):
@@ -238,9 +229,6 @@ def dictionaries(prep):
     return paths if there else []
 
 
-# --- Numbers ---
-
-
 def binarize(prep):
     """Write what fairseq-preprocess makes."""
     logging.basicConfig(level=logging.WARNING)  # not a screenful of options
@@ -268,9 +256,6 @@ def binarize(prep):
     for split in prep.prepared["lines"]:
         words += [f"--{split}pref", prep.folder / f"{prefix}{split}{end}"]
     preprocess.main(options.get_preprocessing_parser().parse_args([str(word) for word in words]))
-
-
-# --- The stages, one after the other ---
 
 
 def stages_of(prep):
@@ -324,9 +309,6 @@ def prepare(prep):
         remove(prep.folder.parent)
     lines = ", ".join(f"{split} {count:,}" for split, count in prep.prepared["lines"].items())
     print(f"{output} is ready: {lines} lines")
-
-
-# --- The command ---
 
 
 def parse(name, arguments):

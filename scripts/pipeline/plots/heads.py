@@ -37,7 +37,7 @@ class Layer:
 
     @property
     def inside(self):
-        """Return how far the windows reach inside the sentence, to the left and right, both (T, H)."""
+        """Return how far the windows reach inside the sentence, to the left and right."""
         t = np.arange(len(self.left))[:, None]
         return np.minimum(self.left, t), np.minimum(self.right, t[::-1])
 

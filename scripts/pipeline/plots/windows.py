@@ -41,8 +41,6 @@ NAMES = {
 }
 LINE = 0.86  # how much of a token's line its bars fill
 
-# --- Drawing ---
-
 
 def labels(tokens):
     """Return how tokens are written: with a "·" where SentencePiece has cut within a word."""
@@ -136,9 +134,6 @@ def reach_figure(reaches):
         axis.set(xlabel="tokens to the left and to the right", ylabel="windows, %")
     add_legend(figure, axes, 2)
     return figure
-
-
-# --- Output ---
 
 
 def sentence_record(tokens, layers):

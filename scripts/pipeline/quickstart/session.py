@@ -2,12 +2,13 @@
 
 import os
 import re
+import shlex
 import signal
 import time
 from pathlib import Path
 
 from pipeline.common.command import Failed, at_least, parser
-from pipeline.common.fairseq import Commands, in_words, resuming, training
+from pipeline.common.fairseq import Commands, resuming, training
 from pipeline.common.files import read_lines, write_lines, write_whole
 from pipeline.common.folder import show
 from pipeline.common.machine import has_gpu
@@ -83,7 +84,7 @@ class Session:
             **self.folder.facts,
             "device": "gpu" if self.on_gpu else "cpu",
             "length": f"{args.updates} updates" if args.updates else f"{args.minutes:g} minutes",
-            **{name: in_words(command) for name, command in trainings.items()},
+            **{name: shlex.join(map(str, command)) for name, command in trainings.items()},
         }
         self.count = len(trainings)
         self.folder.open(settings, args.restart)
@@ -112,7 +113,7 @@ class Session:
 
     def show(self, command):
         """Show a command, and note it for the list at the end."""
-        line = in_words(command)
+        line = shlex.join(map(str, command))
         show(f"$ {line}")
         noted = read_lines(self.listed) if self.listed.exists() else []
         if line not in noted:

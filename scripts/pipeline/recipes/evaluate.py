@@ -74,9 +74,6 @@ def append_result(path, result):
     write_whole(path, "[\n" + ",\n".join(lines) + "\n]\n")
 
 
-# --- The data and the checkpoints ---
-
-
 def read_prepared(name, data):
     """Return ``prepared.json`` of a data folder. Raises BadInput unless it is the config's."""
     benchmark = name.partition("/")[0]
@@ -268,9 +265,6 @@ def composed(given, overrides):
     return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
 
 
-# --- Tuning ---
-
-
 def candidates_of(evaluation):
     """Return ``{key: values}`` to try, in order, the present value of each first.
 
@@ -315,9 +309,6 @@ def tune(evaluation, settings, candidates):
             print(f"validation: {trials[-1]['score']:.2f} with {told}", file=sys.stderr)
         settings = max(trials, key=lambda trial: sign * trial["score"])["settings"]
     return settings, trials
-
-
-# --- The command ---
 
 
 def evaluate(args):
