@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from conftest import lightness, lightness_margin
 from pipeline.common.logs import read_log, read_runs
-from pipeline.plots import training as plot_training
+from pipeline.plots import curves as plot_training
 from pipeline.plots.curves import curves_figure, label_logarithm
 from pipeline.plots.figures import colours, looks
 
