@@ -17,21 +17,9 @@ from pipeline.common.command import BadInput
 from pipeline.common.files import read_json, read_lines, write_json, write_lines, write_whole
 from pipeline.common.generated import read_hypotheses
 from pipeline.common.paths import ROOT
+from pipeline.recipes import config as configs
+from pipeline.recipes import scores as scoring
 from pipeline.recipes.average import EPOCHS, UPDATES, average_checkpoints, find_checkpoints, save
-from pipeline.recipes.config import (
-    check_options,
-    differences,
-    find_config,
-    read_config,
-    with_overrides,
-)
-from pipeline.recipes.scores import (
-    REPORTED,
-    detokenise,
-    detokenised_scores,
-    rouge_scores,
-    translation_scores,
-)
 from talk_fairseq.checkpoint_files import read_checkpoint
 
 DESCRIPTION = """\
@@ -100,7 +88,7 @@ def other_settings(given, config, folder=None):
 
     Raises BadInput if it is the run of another recipe than `given`.
     """
-    name, recipe = read_config(given)
+    name, recipe = configs.read_config(given)
     record = folder and folder / "trained.yaml"
     if record and record.exists():
         trained = OmegaConf.to_container(OmegaConf.load(record))
@@ -110,7 +98,7 @@ def other_settings(given, config, folder=None):
         # Training sets what is learnt, and evaluation what is generated.
         of_evaluation = OmegaConf.masked_copy(config, ["generation", "eval_lm"])
         config = OmegaConf.create(trained | OmegaConf.to_container(of_evaluation))
-    return {key: value for key, (_, value) in differences(recipe, config).items()}
+    return {key: value for key, (_, value) in configs.differences(recipe, config).items()}
 
 
 def recipe_average(config):
@@ -130,9 +118,9 @@ class Evaluation:
 
     def __init__(self, args):
         self.given, self.overrides = args.name, args.overrides
-        self.name, recipe = read_config(args.name)
-        self.config = with_overrides(recipe, args.overrides)
-        check_options(self.config)
+        self.name, recipe = configs.read_config(args.name)
+        self.config = configs.with_overrides(recipe, args.overrides)
+        configs.check_options(self.config)
         self.benchmark = self.name.partition("/")[0]
         self.data = Path(args.data or ROOT / "data-bin" / self.benchmark).absolute()
         self.prepared = read_prepared(self.name, self.data)
@@ -144,7 +132,7 @@ class Evaluation:
         self.changed = other_settings(args.name, self.config, folder)
         self.output = Path(args.output).absolute() if args.output else folder / "evaluation"
         self.on_cpu = args.cpu or not torch.cuda.is_available()
-        self.reported = REPORTED.get(self.benchmark, "tokenised_bleu")
+        self.reported = scoring.REPORTED.get(self.benchmark, "tokenised_bleu")
         self.average = recipe_average(self.config)[0] if self.is_run else 1
         if args.average and args.average != self.average:
             self.average = self.changed["average"] = args.average
@@ -216,16 +204,16 @@ class Evaluation:
         count = self.prepared["lines"][split]
         hypotheses = read_hypotheses(self.output / f"generate-{split}.txt", count, kind="H")
         moses = self.prepared["tokenizer"] == "moses"
-        text = detokenise(hypotheses, self.target) if moses else hypotheses
+        text = scoring.detokenise(hypotheses, self.target) if moses else hypotheses
         write_lines(self.output / f"tokenized.{end}", hypotheses)
         write_lines(self.output / end, text)
         if self.benchmark == "cnn_dm":
-            return rouge_scores(hypotheses, references)
-        scores = translation_scores(
-            hypotheses, references, compounds=self.reported == "compound_split_tokenised_bleu"
-        )
+            return scoring.rouge_scores(hypotheses, references)
+        compounds = self.reported == "compound_split_tokenised_bleu"
+        scores = scoring.translation_scores(hypotheses, references, compounds)
         if plain.exists():
-            scores |= detokenised_scores(text, read_lines(plain), self.prepared["lowercase"])
+            lowercase = self.prepared["lowercase"]
+            scores |= scoring.detokenised_scores(text, read_lines(plain), lowercase)
         return scores
 
     def perplexity(self, cfg, split):
@@ -254,7 +242,7 @@ def composed(given, overrides):
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
 
-    path = find_config(given)[1]
+    path = configs.find_config(given)[1]
     initialize.hydra_init(path.stem)
     try:
         with initialize_config_dir(str(path.parent), version_base="1.1"):
