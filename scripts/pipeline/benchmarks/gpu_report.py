@@ -45,7 +45,7 @@ STAGES = (
     *(Stage(name, f"Is it right? {name}.py", 35,
             f"PYTHON -m pytest -q -k cuda tests/ops/{name}.py", ("cupy", "pytest"))
       for name in TESTS),
-    Stage("operator", "The operator beside its peers, and its goals", 220,
+    Stage("operator", "The operator beside its peers", 220,
           "PYTHON scripts/benchmark_talk_conv.py --lengths 10000,1000,100000,100,10 --turns 5 "
           "--limit 1 --only 'TaLK|scaled' --output PREFIX", ("cupy",)),
     Stage("decoding", "Decoding: tokens per second", 60,

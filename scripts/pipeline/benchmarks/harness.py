@@ -124,27 +124,19 @@ def shown(value):
     return f"{value:,}" if isinstance(value, int) else value
 
 
-def table(rows):
-    """Return a table, in Markdown, with a column for each key of the `rows`."""
-    headers = list(dict.fromkeys(key for row in rows for key in row))
-    return markdown(headers, [[shown(row.get(header)) for header in headers] for row in rows])
-
-
 def title(cell):
     """Return in words what the results of a cell are of."""
     return ", ".join(f"{key} {shown(value)}" for key, value in cell.items() if key != "results")
 
 
-def cell_table(cell):
-    """Return the table of a cell: a row for each name in its results."""
+def table(results):
+    """Return in Markdown a row for each name in the results, with the COLUMNS that are there."""
+    keys = [key for key in COLUMNS if any(row.get(key) is not None for row in results.values())]
     rows = []
-    for name, result in cell["results"].items():
-        row = {"": name}
-        for key, (header, factor) in COLUMNS.items():
-            if result.get(key) is not None:
-                row[header] = result[key] * factor
-        rows.append(row)
-    return table(rows)
+    for name, row in results.items():
+        values = [row.get(key) and row[key] * COLUMNS[key][1] for key in keys]
+        rows.append([name, *map(shown, values)])
+    return markdown(["", *(COLUMNS[key][0] for key in keys)], rows)
 
 
 class Report:
@@ -205,7 +197,7 @@ class Report:
                 self.save()
         finally:
             show_progress()
-            print(f"\n{words}", cell_table(self.cells[-1]), sep="\n", flush=True)
+            print(f"\n{words}", table(results), sep="\n", flush=True)
         return steps
 
     def save(self):

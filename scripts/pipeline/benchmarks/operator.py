@@ -7,7 +7,7 @@ First checks talk_conv against the reference, then runs the peers in turn and ta
 Offsets, queries and kernels are given, as in the paper. "of a copy" is bandwidth as a share of that
 of a copy of x. It counts what has to move: forward, x, the offsets and the output; backward, the
 output's gradient, x and the offsets, and their gradients. TaLK's backward pass is measured alone,
-too, from one forward pass. At the end are the goals of the project, and which this machine meets.
+too, from one forward pass.
 
 Prints tables, and writes PREFIX.json after each length, dtype and mode.
 """
@@ -19,12 +19,12 @@ from functools import partial
 import torch
 
 from pipeline.benchmarks import harness
-from pipeline.benchmarks.harness import COLUMNS, Unavailable, one_of, peak_memory, several
-from pipeline.benchmarks.peers import GRAPH, PEERS, PUBLISHED, SDPA, WINDOW, Case
+from pipeline.benchmarks.harness import Unavailable, one_of, peak_memory, several
+from pipeline.benchmarks.peers import GRAPH, PEERS, WINDOW, Case
 from pipeline.common.command import at_least
 from talk_fairseq import TaLKConvState, talk_conv, talk_conv_reference, talk_conv_update
 
-SIZES = (10, 1024, 16)  # B, C and H of the paper; the goals are for them
+SIZES = (10, 1024, 16)  # B, C and H of the paper
 MODES = ("forward", "forward+backward", "backward")
 # By how much an output may be off, relative to the largest; the others by four times as much.
 BOUNDS = {"float64": 1e-11, "float32": 2e-6, "float16": 6e-4, "bfloat16": 4e-3}
@@ -145,42 +145,6 @@ def measure(case, mode, args, report):
     report.measure(cell, names, prepare, {"iterations": 1}, args.limit / 4)
 
 
-LONG, SHORT, BOTH = (1000, 10_000, 100_000), (10, 100), ("float32", "bfloat16")
-# At least so much for a number of a peer's row: (peer, number, least, mode, lengths, dtypes).
-GOALS = {
-    "cuda": (
-        ("TaLK", "of_a_copy", 0.85, "forward", LONG, BOTH),
-        ("TaLK", "of_a_copy", 0.7, "backward", LONG, BOTH),
-        (GRAPH, "iterations_per_second", 100_000, "forward", SHORT, BOTH),
-        (PUBLISHED, "speed_up", 2, "forward", SHORT, BOTH),
-        (PUBLISHED, "speed_up", 10, "forward+backward", (10_000,), BOTH),
-        (SDPA, "speed_up", 8, "forward", (1000,), ("bfloat16",)),
-        (SDPA, "speed_up", 70, "forward", (10_000,), ("bfloat16",)),
-    ),
-    "cpu": (
-        ("copy", "speed_up", 1 / 1.5, "forward", (1000,), ("float32",)),
-        (SDPA, "speed_up", 12, "forward+backward", (1000,), ("float32",)),
-    ),
-}
-
-
-def goals_of(cells, device):
-    """Return a row for each goal that concerns one of the `cells`, with what was measured."""
-    found = []
-    for goal, cell in itertools.product(GOALS[device], cells):
-        peer, number, least, mode, lengths, dtypes = goal
-        if cell["mode"] == mode and cell["T"] in lengths and cell["dtype"] in dtypes:
-            row = cell["results"].get(peer, {})
-            value, met = row.get(number), row.get("error", "not measured")
-            if value is not None:
-                met = "yes" if value >= least else "NO"
-            found.append({
-                "goal": f"{harness.title(cell)}: {peer}, {COLUMNS[number][0]}",
-                "at least": least, "measured": value, "met": met,
-            })  # fmt: skip
-    return found
-
-
 def parse(arguments=None):
     """Return the options."""
     parser = harness.option_parser("benchmark_talk_conv.py", __doc__, 7, 5, "results/talk_conv")
@@ -212,9 +176,5 @@ def main(arguments=None):
                 continue
             for mode in MODES:
                 measure(case, mode, args, report)
-                if sizes == SIZES:
-                    report.record["goals"] = goals_of(report.cells, args.device)
     if not report.cells:
         raise SystemExit("nothing was measured")
-    if goals := report.record.get("goals"):
-        print("\nThe project's goals:", harness.table(goals), sep="\n")

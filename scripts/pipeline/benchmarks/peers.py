@@ -11,8 +11,7 @@ from pipeline.benchmarks.harness import Unavailable
 from talk_fairseq import talk_conv
 
 WINDOW = 31  # largest window to either side
-GRAPH, PUBLISHED = "TaLK, CUDA graph", "published TaLK method"
-SDPA = "scaled_dot_product_attention"
+GRAPH = "TaLK, CUDA graph"
 
 
 class Case:
@@ -165,9 +164,9 @@ PEERS = {
     "TaLK, windows of 3": (partial(talk, window=3), 1),
     "TaLK, windows of 1,000": (partial(talk, window=1000), 1),
     GRAPH: (talk, 1),
-    PUBLISHED: (published_method, 1),
+    "published TaLK method": (published_method, 1),
     "self-attention": (self_attention, 2),
-    SDPA: (sdpa, 2),
+    "scaled_dot_product_attention": (sdpa, 2),
     "DynamicConv k=3, unfolded": (partial(dynamic_conv_unfolded, K=3), 1),
     "DynamicConv k=3, band": (partial(dynamic_conv_band, K=3), 2),
     "DynamicConv k=31, unfolded": (partial(dynamic_conv_unfolded, K=31), 1),
