@@ -12,13 +12,14 @@ from conftest import lightness, lightness_margin
 from pipeline.common.logs import read_log, read_runs
 from pipeline.plots import curves as plot_training
 from pipeline.plots.curves import curves_figure, label_logarithm
-from pipeline.plots.figures import colours, looks
+from pipeline.plots.figures import looks
 
 
 def test_colours_survive_greyscale():
     for count in range(2, 9):
-        assert lightness_margin(colours(count)) > 60 / count - 1
-        assert lightness(colours(count)[-1]) < 85  # beside white paper
+        colours = [look["color"] for look in looks(count)]
+        assert lightness_margin(colours) > 60 / count - 1
+        assert lightness(colours[-1]) < 85  # beside white paper
 
 
 def test_looks_differ():
