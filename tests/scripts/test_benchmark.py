@@ -28,17 +28,10 @@ def benchmark():
     return operator
 
 
-@pytest.fixture(scope="module")
-def peers():
-    from pipeline.benchmarks import peers
-
-    return peers
-
-
 @pytest.fixture
-def case(peers):
+def case(benchmark):
     torch.manual_seed(0)
-    return peers.Case(20, 3, 24, 4, torch.float32, "cpu")
+    return benchmark.Case(20, 3, 24, 4, torch.float32, "cpu")
 
 
 @pytest.fixture
@@ -73,8 +66,8 @@ def test_table_and_json(tmp_path):
             assert all(name == "copy" or name.startswith("TaLK") for name in cell["results"])
 
 
-def test_bandwidth_is_of_what_has_to_move(peers):
-    case = peers.Case(5, 2, 32, 4, torch.bfloat16, "cpu")
+def test_bandwidth_is_of_what_has_to_move(benchmark):
+    case = benchmark.Case(5, 2, 32, 4, torch.bfloat16, "cpu")
     x, offset = 2 * 5 * 2 * 32, 2 * 5 * 2 * 4
     forward = x + 2 * offset + x
     backward = x + x + 2 * offset + x + 2 * offset  # dout, x, the offsets; their gradients
@@ -184,26 +177,26 @@ def test_it_refuses_to_measure_a_wrong_operator(benchmark, monkeypatch):
         benchmark.check(["float32"], "cpu")
 
 
-def test_what_is_too_large_or_too_slow_says_so(benchmark, peers):
-    huge = peers.Case(2, 10, 1024, 16, torch.float32, "cpu")
+def test_what_is_too_large_or_too_slow_says_so(benchmark):
+    huge = benchmark.Case(2, 10, 1024, 16, torch.float32, "cpu")
     huge.T = 1_000_000
     with pytest.raises(benchmark.Unavailable, match="out of memory: needs .* GiB"):
-        peers.self_attention(huge)
+        benchmark.self_attention(huge)
 
 
-def test_the_published_method_is_the_same_operator(peers, case):
-    function, inputs = peers.published_method(case)
-    ours, _ = peers.talk(case)
+def test_the_published_method_is_the_same_operator(benchmark, case):
+    function, inputs = benchmark.published_method(case)
+    ours, _ = benchmark.talk(case)
     assert torch.allclose(function(*inputs), ours(*inputs), atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("dtype", "T"), [(torch.bfloat16, 1003), (torch.bfloat16, 1007), (torch.float16, 2051)]
 )
-def test_the_published_method_stays_in_bounds_where_its_positions_round_up(peers, dtype, T):
-    case = peers.Case(T, 1, 2, 1, dtype, "cpu")
+def test_the_published_method_stays_in_bounds_where_its_positions_round_up(benchmark, dtype, T):
+    case = benchmark.Case(T, 1, 2, 1, dtype, "cpu")
     case.offset_left[-1] = 0  # its left end is 1006 of 1007 rows, which bfloat16 has at 1008
-    function, inputs = peers.published_method(case)
+    function, inputs = benchmark.published_method(case)
     assert function(*inputs).shape == (T, 1, 2)
 
 
@@ -219,7 +212,7 @@ class Given(torch.nn.Module):
 
 
 @pytest.mark.parametrize("K", [3, 31])
-def test_peers_are_fairseqs_own(peers, case, K):
+def test_peers_are_fairseqs_own(benchmark, case, K):
     """The same outputs as fairseq's modules, with their kernels given instead of predicted."""
     pytest.importorskip("fairseq")
     from fairseq.modules.dynamic_convolution import DynamicConv1dTBC
@@ -228,14 +221,14 @@ def test_peers_are_fairseqs_own(peers, case, K):
     sizes = dict(kernel_size=K, padding_l=K // 2, num_heads=case.H, weight_softmax=True)
     module = DynamicConv1dTBC(case.C, **sizes)
     for build, unfolded in (
-        (peers.dynamic_conv_unfolded, True),
-        (peers.dynamic_conv_band, False),
+        (benchmark.dynamic_conv_unfolded, True),
+        (benchmark.dynamic_conv_band, False),
     ):
         function, (x, kernels) = build(case, K)
         module.weight_linear = Given(kernels.flatten(2))
         assert torch.allclose(function(x, kernels), module(x, unfold=unfolded), atol=1e-5)
 
-    function, (x, kernels) = peers.light_conv_unfolded(case, K)
+    function, (x, kernels) = benchmark.light_conv_unfolded(case, K)
     module = LightweightConv1dTBC(case.C, **sizes)
     module.weight.data = kernels[:, None]
     assert torch.allclose(function(x, kernels), module(x, unfold=True), atol=1e-5)
