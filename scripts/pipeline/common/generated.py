@@ -5,15 +5,15 @@ import re
 from pipeline.common.files import read_lines
 
 
-def generated_file(folder):
-    """Return the one ``generate-SPLIT.txt`` in the folder of ``--results-path``.
+def generated_file(path):
+    """Return a file, or of the folder of ``--results-path`` the one ``generate-SPLIT.txt``.
 
     Raises ValueError if there is none or there are several.
     """
-    found = sorted(folder.glob("generate-*.txt"))
+    found = sorted(path.glob("generate-*.txt")) if path.is_dir() else [path]
     if len(found) != 1:
         names = ", ".join(file.name for file in found) or "none"
-        raise ValueError(f"{folder}: expected one generate-*.txt, got {names}")
+        raise ValueError(f"{path}: expected one generate-*.txt, got {names}")
     return found[0]
 
 
@@ -42,7 +42,7 @@ def read_hypotheses(path, count, kind="D"):
 
     Raises ValueError unless there is one for each sentence.
     """
-    file = generated_file(path) if path.is_dir() else path
+    file = generated_file(path)
     found = lines_of_kind(read_lines(file), kind)
     if found.keys() != set(range(count)):
         lost = sorted(set(range(count)) - found.keys())
