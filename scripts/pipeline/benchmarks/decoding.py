@@ -85,7 +85,8 @@ def main(arguments=None):
     operator.check([args.dtype], args.device)
     task = models.build_task(args.sizes.vocabulary)
     facts = {"dtype": args.dtype, "sizes": vars(args.sizes)}
-    with harness.Report(args, "talkconv", **facts) as report:
-        print(f"Measuring {args.dtype} on {report.where}; {args.sizes}.", flush=True)
-        for beam, length, B in itertools.product(args.beams, args.lengths, args.batches):
-            measure({"batch": B, "beam": beam, "length": length}, task, args, report)
+    report = harness.Report(args, "talkconv", **facts)
+    print(f"Measuring {args.dtype} on {report.where}; {args.sizes}.", flush=True)
+    for beam, length, B in itertools.product(args.beams, args.lengths, args.batches):
+        measure({"batch": B, "beam": beam, "length": length}, task, args, report)
+    print(f"\nwritten: {report.path}")

@@ -140,9 +140,7 @@ def table(results):
 
 
 class Report:
-    """What a benchmark has measured so far, and its file PREFIX.json.
-
-    As a context it also writes that for a benchmark that is interrupted.
+    """What a benchmark has measured so far, which PREFIX.json holds after each step.
 
     Args:
         args: options with `output`, the prefix, the `device` and the number of `turns`.
@@ -204,15 +202,6 @@ class Report:
         """Write the JSON, whole."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.path, self.record)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        show_progress()
-        if self.cells:
-            self.save()
-            print(f"\nwritten: {self.path}")
 
 
 def option_parser(name, description, turns, limit, output):

@@ -331,16 +331,17 @@ def main(arguments=None):
 
     check(args.dtypes, args.device)
     facts = dict(zip("BCH", sizes), window=WINDOW)
-    with harness.Report(args, "TaLK", sizes=facts) as report:
-        print(f"talk_conv is right in {', '.join(args.dtypes)}. Measuring on {report.where}.")
-        for T, dtype in itertools.product(args.lengths, args.dtypes):
-            try:
-                case = Case(T, *sizes, getattr(torch, dtype), args.device)
-                case.needs(6 * case.x.numel())
-            except RuntimeError as error:
-                print(f"\nT={T:,}, {dtype}: {harness.why_not(error)}")
-                continue
-            for mode in MODES:
-                measure(case, mode, args, report)
+    report = harness.Report(args, "TaLK", sizes=facts)
+    print(f"talk_conv is right in {', '.join(args.dtypes)}. Measuring on {report.where}.")
+    for T, dtype in itertools.product(args.lengths, args.dtypes):
+        try:
+            case = Case(T, *sizes, getattr(torch, dtype), args.device)
+            case.needs(6 * case.x.numel())
+        except RuntimeError as error:
+            print(f"\nT={T:,}, {dtype}: {harness.why_not(error)}")
+            continue
+        for mode in MODES:
+            measure(case, mode, args, report)
     if not report.cells:
         raise SystemExit("nothing was measured")
+    print(f"\nwritten: {report.path}")

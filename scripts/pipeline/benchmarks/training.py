@@ -166,8 +166,9 @@ def main(arguments=None):
     args = parse(arguments)
     operator.check(args.precisions, args.device)
     facts = {name: getattr(args, name) for name in ("max_tokens", "tokens", "batches")}
-    with harness.Report(args, "talkconv", sizes=vars(args.sizes), **facts) as report:
-        print(f"Measuring on {report.where}; {args.sizes}.", flush=True)
-        batches = build_batches(args)
-        for precision in args.precisions:
-            measure(precision, batches, args, report)
+    report = harness.Report(args, "talkconv", sizes=vars(args.sizes), **facts)
+    print(f"Measuring on {report.where}; {args.sizes}.", flush=True)
+    batches = build_batches(args)
+    for precision in args.precisions:
+        measure(precision, batches, args, report)
+    print(f"\nwritten: {report.path}")

@@ -53,10 +53,8 @@ def curves_figure(runs, keys=None):
             training with several seeds, drawn alike.
         keys: names of fairseq's numbers (default: those of `TITLES` that some run has).
 
-    Raises ValueError for no runs, and where no run has any of `keys`.
+    Raises ValueError where no run has any of `keys`.
     """
-    if not runs:
-        raise ValueError("runs: expected at least one run, got none")
     runs = {name: [run] if isinstance(run, dict) else list(run) for name, run in runs.items()}
     entries = [e for seeds in runs.values() for run in seeds for es in run.values() for e in es]
     wanted = TITLES if keys is None else keys
