@@ -25,7 +25,6 @@ from pipeline.common.command import at_least
 from pipeline.common.models import build_generator
 
 WINDOWS = [1, 3, 7, 15]  # of talkconv_iwslt_de_en, to either side in the encoder
-DTYPES = ("float32", "float16", "bfloat16")
 
 
 def build_model(name, task, args):
@@ -73,7 +72,8 @@ def parse(arguments=None):
     ):
         text += f" (default: {','.join(map(str, default))})"
         parser.add_argument(option, type=several(at_least(1)), default=default, help=text)
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32",
+                        help="default: float32")  # fmt: skip
     args = parser.parse_args(arguments)
     args.sizes = models.chosen_sizes(parser, args, models.SIZES)
     return args

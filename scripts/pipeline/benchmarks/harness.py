@@ -220,11 +220,7 @@ def option_parser(name, description, turns, limit, output):
 
 def several(kind):
     """Return the type of an option that lists values of `kind`, separated by commas."""
-
-    def values(text):
-        return [kind(word) for word in text.split(",")]
-
-    return values
+    return lambda text: [kind(word) for word in text.split(",")]
 
 
 def one_of(known):

@@ -230,7 +230,7 @@ def reach(layers):
     """Return what `reach_over_corpus` does for one layer, of its windows in each sentence."""
     limits = {"left": layers[0].max_left, "right": layers[0].max_right}
     found = {f"max_{way}": limit for way, limit in limits.items()}
-    found["windows"] = sum(layer.left.size for layer in layers)
+    found |= {"windows": sum(layer.left.size for layer in layers)}
     found |= {"mean": {}, "counts": {}, "asked": {}}
     for side, (way, limit) in enumerate(limits.items()):
         if limit:
@@ -381,11 +381,11 @@ def draw(args):
     model, task = load(args.checkpoint, args.data, args.user_dir)
     record, figures = {"checkpoint": str(args.checkpoint)}, {}
     if args.text is not None:
-        target, longest = args.target, LONGEST
+        target = args.target
         if target is None and getattr(model, "encoder", None) is not None:
-            tokens, _ = look_at(model, task, cut, args.text, longest=longest)["encoder"]
+            tokens, _ = look_at(model, task, cut, args.text, longest=LONGEST)["encoder"]
             target = translate(model, task, tokens)
-        seen = look_at(model, task, cut, args.text, target, longest=longest)
+        seen = look_at(model, task, cut, args.text, target, longest=LONGEST)
         for side, (tokens, layers) in seen.items():
             record[side] = sentence_record(tokens, layers)
             title = f"{side.capitalize()}: the window around each token. In its line, a bar for "

@@ -1,7 +1,9 @@
 """Score the checkpoints of configs/NAME.yaml; see scripts/evaluate.sh --help."""
 
+import html
 import json
 import logging
+import re
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,6 +12,8 @@ import torch
 from fairseq.checkpoint_utils import checkpoint_paths
 from fairseq.dataclass.configs import GenerationConfig
 from omegaconf import OmegaConf
+from sacrebleu.metrics import BLEU, CHRF
+from sacremoses import MosesDetokenizer
 
 import talk_fairseq  # noqa: F401  registers the models and patches fairseq
 from pipeline.common import command
@@ -18,9 +22,10 @@ from pipeline.common.files import read_json, read_lines, write_json, write_lines
 from pipeline.common.generated import read_hypotheses
 from pipeline.common.paths import ROOT
 from pipeline.recipes import config as configs
-from pipeline.recipes import scores as scoring
 from pipeline.recipes.average import EPOCHS, UPDATES, average_checkpoints, find_checkpoints, save
 from talk_fairseq.checkpoint_files import read_checkpoint
+from talk_fairseq.rouge import rouge
+from talk_fairseq.rouge import version as rouge_version
 
 DESCRIPTION = """\
 Scores the model of configs/NAME.yaml on the test set of its data: averages checkpoints, generates
@@ -28,10 +33,79 @@ with the row's beam and length penalty, and prints every score by the name of it
 as JSON, and the hypotheses are kept in CHECKPOINTS/evaluation.
 """
 
+# The score that the papers report of a benchmark; of others, tokenised BLEU.
+REPORTED = {
+    "wikitext103": "perplexity",
+    "wmt16_en_de": "compound_split_tokenised_bleu",
+    "wmt17_zh_en": "sacrebleu",
+    "cnn_dm": "rouge_lsum",
+}
 # What --tune tries, one key after the other; the recipe's own value comes first.
 LENPENS = [0.2, 0.4, 0.6, 0.8, 1, 1.2, 1.4, 1.6, 1.8, 2]
 AVERAGES = [1, 5, 10]
 LENGTHS = [80, 100, 120, 140, 160]
+
+
+def compound_split(line):
+    """Return a tokenised line with its compounds split, as for the published En-De scores.
+
+    ``a-b`` becomes ``a ##AT##-##AT## b`` from left to right. A character is matched once, so
+    that of ``a-b-c``, whose middle part has one, the second hyphen stays.
+    """
+    return re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line)
+
+
+def scores_by(hypotheses, references, **metrics):
+    """Return ``{name: {"score", "tool"}}`` by metrics of sacreBLEU.
+
+    Raises ValueError for other numbers of hypotheses than of references.
+    """
+    if len(hypotheses) != len(references):
+        raise ValueError(
+            f"hypotheses: expected {len(references):,}, one a reference, got {len(hypotheses):,}"
+        )
+    scores = {}
+    for name, metric in metrics.items():
+        score = metric.corpus_score(hypotheses, [references]).score
+        scores[name] = {"score": score, "tool": f"sacreBLEU {metric.get_signature()}"}
+    return scores
+
+
+def translation_scores(hypotheses, references, compounds=False):
+    """Return ``{name: {"score", "tool"}}`` of tokenised lines, with `compounds` split ones too.
+
+    The tokens are taken as they stand (``--tokenize none --force`` of sacreBLEU).
+    """
+    bleu = BLEU(tokenize="none", force=True)
+    scores = scores_by(hypotheses, references, tokenised_bleu=bleu)
+    if compounds:
+        split = [[compound_split(line) for line in lines] for lines in (hypotheses, references)]
+        scores |= scores_by(*split, compound_split_tokenised_bleu=bleu)
+    return scores
+
+
+def detokenised_scores(hypotheses, references, lowercase=False):
+    """Return ``{name: {"score", "tool"}}`` of plain text; `lowercase` for lower-cased models."""
+    metrics = {"sacrebleu": BLEU(lowercase=lowercase), "chrf": CHRF(lowercase=lowercase)}
+    return scores_by(hypotheses, references, **metrics)
+
+
+def rouge_scores(hypotheses, references):
+    """Return ``{name: {"score", "tool"}}`` of tokenised summaries, in percent.
+
+    ``" . "`` ends a sentence. Moses's escapes (``&apos;``) are undone: their letters would count
+    as a word.
+    """
+    texts = [[html.unescape(line) for line in lines] for lines in (hypotheses, references)]
+    tool = f"rouge-score {rouge_version()}, F-measure, stemming, sentences separated by ' . '"
+    scores = rouge(*texts, sentence_separator=" . ")
+    return {name: {"score": score, "tool": tool} for name, score in scores.items()}
+
+
+def detokenise(lines, language):
+    """Return Moses tokens as plain text."""
+    moses = MosesDetokenizer(language)
+    return [moses.detokenize(line.split()) for line in lines]
 
 
 def parse(arguments):
@@ -132,7 +206,7 @@ class Evaluation:
         self.changed = other_settings(args.name, self.config, folder)
         self.output = Path(args.output).absolute() if args.output else folder / "evaluation"
         self.on_cpu = args.cpu or not torch.cuda.is_available()
-        self.reported = scoring.REPORTED.get(self.benchmark, "tokenised_bleu")
+        self.reported = REPORTED.get(self.benchmark, "tokenised_bleu")
         self.average = recipe_average(self.config)[0] if self.is_run else 1
         if args.average and args.average != self.average:
             self.average = self.changed["average"] = args.average
@@ -204,16 +278,16 @@ class Evaluation:
         count = self.prepared["lines"][split]
         hypotheses = read_hypotheses(self.output / f"generate-{split}.txt", count, kind="H")
         moses = self.prepared["tokenizer"] == "moses"
-        text = scoring.detokenise(hypotheses, self.target) if moses else hypotheses
+        text = detokenise(hypotheses, self.target) if moses else hypotheses
         write_lines(self.output / f"tokenized.{end}", hypotheses)
         write_lines(self.output / end, text)
         if self.benchmark == "cnn_dm":
-            return scoring.rouge_scores(hypotheses, references)
+            return rouge_scores(hypotheses, references)
         compounds = self.reported == "compound_split_tokenised_bleu"
-        scores = scoring.translation_scores(hypotheses, references, compounds)
+        scores = translation_scores(hypotheses, references, compounds)
         if plain.exists():
             lowercase = self.prepared["lowercase"]
-            scores |= scoring.detokenised_scores(text, read_lines(plain), lowercase)
+            scores |= detokenised_scores(text, read_lines(plain), lowercase)
         return scores
 
     def perplexity(self, cfg, split):
