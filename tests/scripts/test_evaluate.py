@@ -20,7 +20,7 @@ from fairseq_cli import generate
 
 from pipeline.common.command import BadInput
 from pipeline.common.files import read_lines, write_lines
-from pipeline.common.generated import read_hypotheses
+from pipeline.common.logs import read_hypotheses
 from pipeline.recipes import config, evaluate
 
 SPANISH = ["task.source_lang=es", "task.target_lang=en", "generation.beam=2"]

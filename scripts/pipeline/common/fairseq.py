@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import functools
 import os
 import re
 import subprocess
@@ -69,15 +68,15 @@ class Commands:
         `read` and `title` are those of its `Bar`. Raises Failed, with the end of the log.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
-        start = functools.partial(
-            subprocess.Popen, cwd=ROOT, env=self.environment, pass_fds=self.inherited,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-        )  # fmt: skip
         with (
             open(log, "a", encoding="utf-8") as file,
             contextlib.closing(Bar(read, title)) as bar,
-            start([str(word) for word in words]) as process,
-        ):
+            subprocess.Popen(
+                [str(word) for word in words], cwd=ROOT, env=self.environment,
+                pass_fds=self.inherited, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                text=True, errors="replace",
+            ) as process,
+        ):  # fmt: skip
             self._running.append(process)
             if self.stopped:  # while it started
                 process.terminate()

@@ -19,7 +19,7 @@ import talk_fairseq  # noqa: F401  registers the models and patches fairseq
 from pipeline.common import command
 from pipeline.common.command import BadInput
 from pipeline.common.files import read_json, read_lines, write_json, write_lines, write_whole
-from pipeline.common.generated import read_hypotheses
+from pipeline.common.logs import read_hypotheses
 from pipeline.common.paths import ROOT
 from pipeline.recipes import config as configs
 from pipeline.recipes.average import EPOCHS, UPDATES, average_checkpoints, find_checkpoints, save

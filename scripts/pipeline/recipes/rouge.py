@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pipeline.common import command
 from pipeline.common.files import read_lines
-from pipeline.common.generated import generated_file, lines_of_kind
+from pipeline.common.logs import generated_file, lines_of_kind
 from talk_fairseq.rouge import rouge, version
 
 DESCRIPTION = """\
