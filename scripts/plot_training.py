@@ -3,4 +3,4 @@
 
 from run import run
 
-run("plots.training")
+run("plots.curves")

@@ -5,12 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [[ "${1-}" == -h || "${1-}" == --help ]]; then
-    echo "usage: scripts/test.sh [--fairseq-tests DIR] [pytest arguments]"
-    echo "Sets up .venv where needed, then runs the linters and the tests; tests that need a GPU"
-    echo "are skipped where there is none. Leave out the slow ones with -m 'not slow'. Two"
-    echo "processes share the files of tests; -n 0 runs all in one, as --pdb needs it."
-    echo "--fairseq-tests runs, instead, a list of fairseq's own tests with the plugin loaded, from"
-    echo "the source tree of fairseq in DIR."
+    echo "usage: scripts/test.sh [--fairseq-tests DIR] [pytest arguments]; see docs/development.md"
     exit 0
 fi
 

@@ -220,9 +220,9 @@ def test_a_killed_run_goes_on_with_the_stage_it_was_in(tmp_path, monkeypatch, ca
     child = os.fork()
     if child == 0:  # killed with half of a stage written
         try:
-            encode = prepare_benchmark.encode_pairs
+            encode = prepare_text.encode_pairs
             monkeypatch.setattr(
-                prepare_benchmark,
+                prepare_text,
                 "encode_pairs",
                 lambda pairs, model: (
                     os.kill(os.getpid(), signal.SIGKILL)

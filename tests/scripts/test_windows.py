@@ -21,11 +21,10 @@ from fairseq import checkpoint_utils, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 
-from pipeline.plots import heads
 from pipeline.plots import windows as plot_windows
 from talk_fairseq import talk_conv_reference
 
-LOAD = heads.load
+LOAD = plot_windows.load
 WORDS = 97
 TEXT = "w3 w14 w15 w9 w26 w5 w35 w8 w9 w7 w9 w32 w38 w46"
 TARGET = "w2 w71 w82 w81 w82 w84 w59 w0 w45"
@@ -73,14 +72,14 @@ def checkpoints(data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def load():
-    """heads.load, once for each checkpoint and folder."""
+    """plot_windows.load, once for each checkpoint and folder."""
     return functools.cache(LOAD)
 
 
 @pytest.fixture
 def run(checkpoints, data, load, tmp_path, capsys, monkeypatch):
     """Run plot_windows.py; returns its status, output, files and the JSON that it wrote, if any."""
-    monkeypatch.setattr(heads, "load", load)
+    monkeypatch.setattr(plot_windows, "load", load)
 
     def run(checkpoint, *options):
         prefix = tmp_path / "out" / "w"
@@ -169,7 +168,7 @@ def test_bars_are_the_windows(name, checkpoints, data, load):
     model, task = load(checkpoints[name], data)
     translator = name != "language model"
     texts = (TEXT, TARGET) if translator else (TARGET,)
-    seen = heads.look_at(model, task, str.split, *texts)
+    seen = plot_windows.look_at(model, task, str.split, *texts)
     source = [*number(TEXT), 2] if translator else None
     ends = expected_ends(model, source, [2, *number(TARGET)])
     assert list(seen) == list(ends) == (["encoder", "decoder"] if translator else ["decoder"])
@@ -195,7 +194,7 @@ def test_bars_are_the_windows(name, checkpoints, data, load):
 def test_a_word_is_covered_by_what_it_counts(checkpoints, data, load):
     """Over each word's width, the share under the bar is its weight in the operator's sum."""
     model, task = load(checkpoints["wmt"], data)
-    seen = heads.look_at(model, task, str.split, TEXT, TARGET)
+    seen = plot_windows.look_at(model, task, str.split, TEXT, TARGET)
     _, layers = seen["encoder"]
     layer = layers[1]
     T, H = layer.left.shape
@@ -224,7 +223,7 @@ def test_files_of_our_checkpoint(run, checkpoints, data, load):
     assert written == ["w.decoder.png", "w.encoder.png", "w.json"]
     assert record["checkpoint"] == str(checkpoints["ours"])
     published_model = load(checkpoints["iwslt"], data)
-    seen = heads.look_at(*published_model, str.split, TEXT, TARGET)
+    seen = plot_windows.look_at(*published_model, str.split, TEXT, TARGET)
     for side, windows in seen.items():
         assert record[side] == plot_windows.sentence_record(*windows)
     model, _ = load(checkpoints["ours"], data)
@@ -276,7 +275,7 @@ def test_a_variant_of_ones_own(run, checkpoints, tmp_path, monkeypatch):
     state["cfg"]["model"] |= {"_name": "half_window", "arch": "half_window_iwslt"}
     torch.save(state, tmp_path / "variant.pt")
     monkeypatch.syspath_prepend(tmp_path)  # undone at the end
-    monkeypatch.setattr(heads, "load", LOAD)
+    monkeypatch.setattr(plot_windows, "load", LOAD)
     arguments = (tmp_path / "variant.pt", "--text", TEXT, "--target", TARGET)
     status, printed, written, _ = run(*arguments)
     assert status == 2 and written == [] and "--user-dir" in printed.err
@@ -302,8 +301,8 @@ def test_no_empty_space_around_a_picture(run, tmp_path):
 def test_without_a_target_the_translation(checkpoints, data, load):
     """The decoder is then given what the beam search finds the best."""
     model, task = load(checkpoints["iwslt"], data)
-    found = heads.translate(model, task, [*TEXT.split(), "</s>"])
-    tokens, _ = heads.look_at(model, task, str.split, TEXT, found)["decoder"]
+    found = plot_windows.translate(model, task, [*TEXT.split(), "</s>"])
+    tokens, _ = plot_windows.look_at(model, task, str.split, TEXT, found)["decoder"]
     given = [task.target_dictionary.index(token) for token in tokens]
     assert tokens[0] == "</s>" and given[1:] == found.tolist()
 
@@ -326,7 +325,7 @@ def test_a_translation_of_unknown_words(checkpoints, data, load):
     """A model may generate them, as one does that was hardly trained."""
     model, task = load(checkpoints["iwslt"], data)
     unknown = torch.tensor([task.target_dictionary.unk()])
-    tokens, layers = heads.look_at(model, task, str.split, TEXT, unknown)["decoder"]
+    tokens, layers = plot_windows.look_at(model, task, str.split, TEXT, unknown)["decoder"]
     assert tokens == ["</s>", "<unk>"] and layers
 
 
@@ -344,7 +343,7 @@ def random_layer(T, H, max_left, max_right=0, seed=0):
     left, right = np.random.default_rng(seed).random((2, T, H))
     conv = Namespace(max_left=max_left, max_right=max_right)
     offset_right = torch.tensor(right)[:, None] if max_right else None
-    return heads.layer_of(conv, torch.tensor(left)[:, None], offset_right)
+    return plot_windows.layer_of(conv, torch.tensor(left)[:, None], offset_right)
 
 
 VERSE = (
@@ -408,7 +407,7 @@ def test_reach_counts(run, checkpoints, data, load, tmp_path):
                 for t in range(len(a_l)):
                     reached.setdefault((side, n, "left"), []).extend(t - a_l[t])
                     reached.setdefault((side, n, "right"), []).extend(a_r[t] - t)
-    reaches = heads.reach_over_corpus(model, task, str.split, *map(list, zip(*sentences)))
+    reaches = plot_windows.reach_over_corpus(model, task, str.split, *map(list, zip(*sentences)))
     assert record["reach"] == reaches
     axes = iter(plot_windows.reach_figure(reaches).axes)
     for side, layers in reaches.items():
@@ -445,7 +444,7 @@ def test_reach_counts(run, checkpoints, data, load, tmp_path):
 def test_without_targets_the_encoder_alone(checkpoints, data, load):
     for name, side in (("iwslt", "encoder"), ("language model", "decoder")):
         model = load(checkpoints[name], data)
-        assert list(heads.reach_over_corpus(*model, str.split, [TARGET])) == [side]
+        assert list(plot_windows.reach_over_corpus(*model, str.split, [TARGET])) == [side]
 
 
 # --- Refusals ---

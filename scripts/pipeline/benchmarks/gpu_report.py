@@ -10,11 +10,9 @@ that fails, or that a broken kernel hangs, is stopped and recorded, and the next
 has a share of the time that is left; what it does not take is for those that follow.
 
 Writes report.json and report.md after each stage. What a stage prints is in NAME.log as it comes,
-and what a benchmark measures in NAME.json, with a picture, NAME.png, at its end.
+and what a benchmark measures in NAME.json.
 """
 
-import contextlib
-import os
 import shlex
 import signal
 import subprocess
@@ -47,7 +45,7 @@ STAGES = (
     *(Stage(name, f"Is it right? {name}.py", 35,
             f"PYTHON -m pytest -q -k cuda tests/ops/{name}.py", ("cupy", "pytest"))
       for name in TESTS),
-    Stage("operator", "The operator beside its peers, and its goals", 220,
+    Stage("operator", "The operator beside its peers", 220,
           "PYTHON scripts/benchmark_talk_conv.py --lengths 10000,1000,100000,100,10 --turns 5 "
           "--limit 1 --only 'TaLK|scaled' --output PREFIX", ("cupy",)),
     Stage("decoding", "Decoding: tokens per second", 60,
@@ -91,31 +89,25 @@ def missing(stage):
     return f"needs {' and '.join(absent)}" if absent else ""
 
 
-# --- One stage after the other ---
-
-
 def run_stage(command, seconds, prefix):
     """Run a stage in a process of its own, for so many seconds: ``(state, why)``."""
     command = command.replace("PREFIX", shlex.quote(str(prefix)))
     words = shlex.split(command.replace("PYTHON", shlex.quote(sys.executable)))
     for old in prefix.parent.glob(f"{prefix.name}.*"):
         old.unlink()
+    # Interrupted, it may still write what it has measured. All that it has started ends with it.
+    limit = ["timeout", "--signal=INT", f"--kill-after={max(2, 0.1 * seconds)}", f"{0.9 * seconds}"]
+    began = time.monotonic()
     with open(f"{prefix}.log", "w", encoding="utf-8") as log:
-        process = subprocess.Popen(
-            words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen([*limit, *words], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
     try:
-        code = process.wait(0.9 * seconds)
-        return ("done", "") if code == 0 else ("failed", f"exit status {code}")
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # it may still write what it has measured
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(2, 0.1 * seconds))
-        return "stopped", f"its {seconds:.0f} s were over; what would follow is left out"
+        code = process.wait()
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # and all that it has started
+        process.terminate()
         process.wait()
+    if code and time.monotonic() - began > 0.9 * seconds:
+        return "stopped", f"its {seconds:.0f} s were over; what would follow is left out"
+    return ("done", "") if code == 0 else ("failed", f"exit status {code}")
 
 
 def report(found, folder, end):
@@ -141,19 +133,13 @@ def report(found, folder, end):
         print(f"   {stage['state']} {stage['why']}", flush=True)
 
 
-# --- The page ---
-
-
 def page(record, folder):
-    """Yield the report in Markdown, in lines: what each stage prints, and its picture."""
+    """Yield the report in Markdown, in lines: what each stage prints."""
     yield "# What TaLK convolutions do on this GPU\n\n```"
     yield from in_lines(record["environment"])
     for stage in record["stages"]:
-        log, picture = (folder / f"{stage['name']}.{end}" for end in ("log", "png"))
-        yield f"```\n\n## {stage['title']}\n\n{stage['state']} {stage['why']}\n"
-        if picture.exists():
-            yield f"![the same in a picture]({picture.name})\n"
-        yield "```"
+        log = folder / f"{stage['name']}.log"
+        yield f"```\n\n## {stage['title']}\n\n{stage['state']} {stage['why']}\n\n```"
         if log.exists():
             yield from log.read_text(errors="replace").splitlines()[-TAIL:]
     yield "```"

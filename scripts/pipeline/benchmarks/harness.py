@@ -41,9 +41,6 @@ def why_not(error):
     return str(error).partition("\n")[0][:100]
 
 
-# --- Time ---
-
-
 def timed(step):
     """Return ``(seconds, result)`` of one call of `step`, with its work on a GPU."""
     wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
@@ -66,55 +63,14 @@ def in_turn(steps, turns):
         yield from names[first:] + names[:first]
 
 
-def measure(
-    title, results, names, prepare, args, ours, amounts, enough=math.inf, report=lambda: None
-):
-    """Measure in turn what `prepare` gives: fill the rows of `results`, and return the steps.
-
-    Args:
-        title: what the results are of, in words.
-        results: {name: row}, to which a row is added for each of the `names`. It has the "turns" in
-            seconds, and what `summarise` adds; of a step that fails, it becomes {"error": why}.
-        prepare: ``prepare(name, row)`` returns a warm step: a callable that does the work once and
-            returns its seconds. It may add to the row, and raises Unavailable where it cannot run.
-        args: options, with the number of `turns`.
-        ours, amounts: as of `summarise`.
-        enough: a step that takes longer than so many seconds takes no further turn.
-        report: called after each step.
-    """
-    steps = {}
-    for name in names:
-        show_progress(f"{title}: {name}, warming up")
-        results[name] = {}
-        try:
-            steps[name] = prepare(name, results[name])
-        except RuntimeError as error:
-            results[name] = {"error": why_not(error)}
-        report()
-    left = dict(steps)
-    for name in in_turn(left, args.turns):
-        show_progress(f"{title}: measuring {name}")
-        try:
-            seconds = steps[name]()
-        except RuntimeError as error:
-            results[name] = {"error": why_not(error)}
-            del left[name]
-        else:
-            results[name].setdefault("turns", []).append(seconds)
-            if seconds > enough:
-                del left[name]
-        summarise(results, ours, amounts)
-        report()
-    return steps
-
-
 def summarise(results, ours, amounts):
     """Add to the rows with "turns" their median, and each of the `amounts` per second of it.
 
     `amounts` is {name: amount that a step works on}. "speed_up" is how many times faster than that
-    row the one named `ours` is: the median over the turns.
+    row the one named `ours` is: the median over the turns. "of_a_copy" is the bandwidth of a row
+    that says how many "bytes" it moves, as a share of that of the row "copy".
     """
-    our_turns = results.get(ours, {}).get("turns")
+    our_turns, copy = results.get(ours, {}).get("turns"), results.get("copy", {})
     for row in results.values():
         if "turns" in row:
             row["seconds"] = statistics.median(row["turns"])
@@ -122,9 +78,8 @@ def summarise(results, ours, amounts):
                 row[f"{name}_per_second"] = amount / row["seconds"]
             if our_turns:
                 row["speed_up"] = statistics.median(b / a for a, b in zip(our_turns, row["turns"]))
-
-
-# --- Memory ---
+            if "bytes" in row and "seconds" in copy:
+                row["of_a_copy"] = row["bytes"] / row["seconds"] / (copy["bytes"] / copy["seconds"])
 
 
 def peak_memory(step, device):
@@ -156,9 +111,6 @@ def resident(field):
     return int(status.partition(field + ":")[2].split()[0]) * 1024
 
 
-# --- Output ---
-
-
 def show_progress(text=""):
     """Show `text` on a terminal, in a line that the next call replaces."""
     if sys.stderr.isatty():
@@ -172,70 +124,84 @@ def shown(value):
     return f"{value:,}" if isinstance(value, int) else value
 
 
-def table(rows):
-    """Return a table, in Markdown, with a column for each key of the `rows`."""
-    headers = list(dict.fromkeys(key for row in rows for key in row))
-    return markdown(headers, [[shown(row.get(header)) for header in headers] for row in rows])
-
-
 def title(cell):
     """Return in words what the results of a cell are of."""
     return ", ".join(f"{key} {shown(value)}" for key, value in cell.items() if key != "results")
 
 
-def cell_table(cell):
-    """Return the table of a cell: a row for each name in its results."""
+def table(results):
+    """Return in Markdown a row for each name in the results, with the COLUMNS that are there."""
+    keys = [key for key in COLUMNS if any(row.get(key) is not None for row in results.values())]
     rows = []
-    for name, result in cell["results"].items():
-        row = {"": name}
-        for key, (header, factor) in COLUMNS.items():
-            if result.get(key) is not None:
-                row[header] = result[key] * factor
-        rows.append(row)
-    return table(rows)
+    for name, row in results.items():
+        values = [row.get(key) and row[key] * COLUMNS[key][1] for key in keys]
+        rows.append([name, *map(shown, values)])
+    return markdown(["", *(COLUMNS[key][0] for key in keys)], rows)
 
 
 class Report:
-    """The files of a benchmark: PREFIX.json as it goes, and at the end PREFIX.png.
-
-    As a context it also writes them for a benchmark that is interrupted.
+    """What a benchmark has measured so far, which PREFIX.json holds after each step.
 
     Args:
-        args: options with `output`, the prefix, and `device`.
-        figure: ``figure(cells)`` returns the Figure.
+        args: options with `output`, the prefix, the `device` and the number of `turns`.
+        ours: the name of the row that the others are compared with.
         facts: what the JSON says beside the machine and the `cells`.
     """
 
-    def __init__(self, args, figure, **facts):
-        self.json, self.png = (Path(f"{args.output}{end}") for end in (".json", ".png"))
+    def __init__(self, args, ours, **facts):
+        self.path, self.turns, self.ours = Path(f"{args.output}.json"), args.turns, ours
         versions = {"machine": machine(args.device), "torch": torch.__version__}
-        self.figure, self.cells = figure, []
         self.where = "{machine}, torch {torch}".format(**versions)
+        self.cells = []
         self.record = {**versions, **facts, "cells": self.cells}
+
+    def measure(self, cell, names, prepare, amounts, enough=math.inf):
+        """Measure in turn what `prepare` gives, print the table, and return the steps.
+
+        Args:
+            cell: what the results are of; they are added to it, {name: row}. A row has the "turns"
+                in seconds, and what `summarise` adds; of a step that fails, it is {"error": why}.
+            names: what to measure.
+            prepare: ``prepare(name, row)`` returns a warm step: a callable that does the work once
+                and returns its seconds. It may add to the row, and raises Unavailable where it
+                cannot run.
+            amounts: as of `summarise`.
+            enough: a step that takes longer than so many seconds takes no further turn.
+        """
+        words, results, steps = title(cell), {}, {}
+        self.cells.append(cell | {"results": results})
+        try:
+            for name in names:
+                show_progress(f"{words}: {name}, warming up")
+                results[name] = {}
+                try:
+                    steps[name] = prepare(name, results[name])
+                except RuntimeError as error:
+                    results[name] = {"error": why_not(error)}
+                self.save()
+            left = dict(steps)
+            for name in in_turn(left, self.turns):
+                show_progress(f"{words}: measuring {name}")
+                try:
+                    seconds = steps[name]()
+                except RuntimeError as error:
+                    results[name] = {"error": why_not(error)}
+                    del left[name]
+                else:
+                    results[name].setdefault("turns", []).append(seconds)
+                    if seconds > enough:
+                        del left[name]
+                summarise(results, self.ours, amounts)
+                self.save()
+        finally:
+            show_progress()
+            print(f"\n{words}", table(results), sep="\n", flush=True)
+        return steps
 
     def save(self):
         """Write the JSON, whole."""
-        self.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.json, self.record)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        show_progress()
-        if not self.cells:
-            return
-        self.save()
-        try:
-            from pipeline.plots.figures import save_figure
-
-            save_figure(self.figure(self.cells), self.png)
-        except ImportError as error:  # scripts/gpu_report.sh runs without matplotlib
-            self.png = f"no picture: {error}"
-        print(f"\nwritten: {self.json} and {self.png}")
-
-
-# --- Options ---
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self.path, self.record)
 
 
 def option_parser(name, description, turns, limit, output):
@@ -254,11 +220,7 @@ def option_parser(name, description, turns, limit, output):
 
 def several(kind):
     """Return the type of an option that lists values of `kind`, separated by commas."""
-
-    def values(text):
-        return [kind(word) for word in text.split(",")]
-
-    return values
+    return lambda text: [kind(word) for word in text.split(",")]
 
 
 def one_of(known):

@@ -25,9 +25,6 @@ MODELS = (*TALK, "transformer", "lightconv", "dynamicconv", "dynamicconv-band")
 SIZES = dict(width=512, ffn=1024, heads=4, encoder_layers=7, decoder_layers=6, vocabulary=10_000)
 
 
-# --- Models, as fairseq-train builds them ---
-
-
 def build_task(vocabulary):
     """Return a translation task with one dictionary of `vocabulary` entries for both sides."""
     dictionary = Dictionary()
@@ -96,19 +93,11 @@ def build(cfg, task, band=()):
     return model
 
 
-# --- Measuring ---
-
-
 def measure(cell, prepare, amounts, args, report, enough=math.inf):
-    """Measure each of ``args.models`` in turn: a cell of the `report`, which is printed.
+    """Measure each of ``args.models`` in turn: a cell of the `report`.
 
-    Args:
-        cell: what the results are of, which are added to it.
-        prepare: as of harness.measure, but its step need not be warm.
-        amounts, enough: as of harness.measure.
+    All is as of Report.measure, but a step need not be warm.
     """
-    title, results = harness.title(cell), {}
-    report.cells.append(cell | {"results": results})
 
     def warmed_up(name, row):
         step = prepare(name, row)
@@ -117,40 +106,13 @@ def measure(cell, prepare, amounts, args, report, enough=math.inf):
         row["memory"] = harness.peak_memory(step, args.device)
         return step
 
-    try:
-        steps = harness.measure(
-            title, results, args.models, warmed_up, args, "talkconv", amounts, enough, report.save
-        )
-    finally:
-        harness.show_progress()
-        print(f"\n{title}", harness.cell_table(report.cells[-1]), sep="\n")
+    steps = report.measure(cell, args.models, warmed_up, amounts, enough)
     for name, step in steps.items() if args.profile else ():
         with torch.profiler.profile() as profiler:
             step()
         # PyTorch's table of the operators that take most.
         where = profiler.key_averages().table(f"self_{args.device}_time_total", row_limit=15)
-        print(f"\n{title}: {name}", where, sep="\n")
-
-
-def figure(cells):
-    """Return a Figure of tokens per second, a panel for each cell; the turns as points."""
-    from pipeline.plots.figures import PALETTE, panel_grid
-
-    drawing, axes = panel_grid(len(cells), 4, 6, 3)
-    for axis, cell in zip(axes, cells):
-        for name, row in cell["results"].items():
-            if "seconds" in row:
-                speed = row["tokens_per_second"]
-                turns = [speed * row["seconds"] / turn for turn in row["turns"]]
-                bar = axis.barh(name, speed, color=PALETTE[1] if name in TALK else "0.75")
-                axis.bar_label(bar, fmt="{:,.1f}", label_type="center")
-                axis.plot(turns, [name] * len(turns), "k.", markersize=4)
-        axis.invert_yaxis()
-        axis.set(title=harness.title(cell), xlabel="tokens per second")
-    return drawing
-
-
-# --- Options ---
+        print(f"\n{harness.title(cell)}: {name}", where, sep="\n")
 
 
 def option_parser(name, description, turns, output):

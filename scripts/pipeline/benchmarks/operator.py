@@ -7,33 +7,197 @@ First checks talk_conv against the reference, then runs the peers in turn and ta
 Offsets, queries and kernels are given, as in the paper. "of a copy" is bandwidth as a share of that
 of a copy of x. It counts what has to move: forward, x, the offsets and the output; backward, the
 output's gradient, x and the offsets, and their gradients. TaLK's backward pass is measured alone,
-too, from one forward pass. At the end are the goals of the project, and which this machine meets.
+too, from one forward pass.
 
-Writes a table, PREFIX.json (after each length, dtype and mode) and PREFIX.png.
+Prints tables, and writes PREFIX.json after each length, dtype and mode.
 """
 
-import collections
 import itertools
+import math
+import os
 import re
 from functools import partial
-from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from pipeline.benchmarks import harness
-from pipeline.benchmarks.harness import COLUMNS, Unavailable, one_of, peak_memory, several
-from pipeline.benchmarks.peers import GRAPH, PEERS, PUBLISHED, SDPA, WINDOW, Case
+from pipeline.benchmarks.harness import Unavailable, one_of, peak_memory, several
 from pipeline.common.command import at_least
-from talk_fairseq import talk_conv, talk_conv_reference
+from talk_fairseq import TaLKConvState, talk_conv, talk_conv_reference, talk_conv_update
 
-SIZES = (10, 1024, 16)  # B, C and H of the paper; the goals are for them
+SIZES = (10, 1024, 16)  # B, C and H of the paper
 MODES = ("forward", "forward+backward", "backward")
-# By how much an output may be off, relative to the largest; a gradient by four times as much.
+# By how much an output may be off, relative to the largest; the others by four times as much.
 BOUNDS = {"float64": 1e-11, "float32": 2e-6, "float16": 6e-4, "bfloat16": 4e-3}
+WINDOW = 31  # largest window to either side
+GRAPH = "TaLK, CUDA graph"
+
+
+class Case:
+    """The inputs of one length and dtype; `x` and the offsets are shared by all peers."""
+
+    def __init__(self, T, B, C, H, dtype, device):
+        self.T, self.B, self.C, self.H, self.R = T, B, C, H, C // H
+        self.dtype, self.device = dtype, device
+        self.x = self.random(T, B, C)
+        self.offset_left = torch.rand(T, B, H, device=device).to(dtype)
+        self.offset_right = torch.rand(T, B, H, device=device).to(dtype)
+
+    def random(self, *shape):
+        """Return normal random numbers of the case's dtype and device."""
+        return torch.randn(shape, device=self.device).to(self.dtype)
+
+    def moves(self, name, mode):
+        """Return the bytes that an iteration of a copy or of TaLK has to move; None for others."""
+        x, offsets = self.x.nbytes, 2 * self.offset_left.nbytes
+        if name == "copy":
+            return 2 * x
+        forward, backward = 2 * x + offsets, 3 * x + 2 * offsets
+        floors = {"forward": forward, "backward": backward, "forward+backward": forward + backward}
+        return floors[mode] if name.startswith("TaLK") else None
+
+    def needs(self, elements):
+        """Raise Unavailable where a CPU's memory lacks room for so many elements."""
+        if self.device == "cpu" and "SC_AVPHYS_PAGES" in os.sysconf_names:
+            room = 0.7 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+            if (needed := elements * self.dtype.itemsize) > room:
+                raise Unavailable(f"out of memory: needs {needed / 2**30:.0f} GiB")
+
+
+def copy(case):
+    """Build a copy of `x`, the least that any operator has to move."""
+    return torch.clone, (case.x,)
+
+
+def talk(case, window=WINDOW):
+    """Build talk_conv with windows of 31 to either side, or of another size."""
+
+    def function(x, offset_left, offset_right):
+        return talk_conv(x, offset_left, offset_right, window, window)
+
+    return function, (case.x, case.offset_left, case.offset_right)
+
+
+def published_method(case):
+    """Build a prefix sum over the whole sequence in the input's dtype, gather and interpolate."""
+    time_steps = torch.arange(case.T, device=case.device, dtype=case.dtype)[:, None, None]
+    # Its positions are as rough as the dtype: bfloat16 would have 1003 rows end at 1004.
+    positions = torch.arange(case.T + 1, dtype=case.dtype).double()
+    end = positions[positions <= case.T].max().item()
+
+    def at(sums, position):
+        whole = position.floor()
+        fraction = (position - whole)[..., None]
+        index = whole.long()[..., None].expand(-1, -1, -1, case.R)
+        low, high = sums.gather(0, index), sums.gather(0, (index + 1).clamp(max=case.T))
+        return low + fraction * (high - low)
+
+    def function(x, offset_left, offset_right):
+        sums = F.pad(x.cumsum(0), (0, 0, 0, 0, 1, 0)).view(case.T + 1, case.B, case.H, case.R)
+        left = (time_steps - offset_left * WINDOW).clamp(0, end)
+        right = (time_steps + 1 + offset_right * WINDOW).clamp(0, end)
+        return (at(sums, right) - at(sums, left)).view_as(x) / (2 * WINDOW + 1)
+
+    case.needs(12 * case.x.numel())
+    return function, (case.x, case.offset_left, case.offset_right)
+
+
+def self_attention(case):
+    """Build attention as in the paper, with the whole matrix of scores in memory."""
+
+    def function(query, key, value):
+        scores = torch.bmm(query, key.transpose(1, 2)) / math.sqrt(case.R)
+        return torch.bmm(scores.softmax(dim=-1), value)
+
+    case.needs(3 * case.B * case.H * case.T**2)
+    return function, tuple(case.random(case.B * case.H, case.T, case.R) for _ in range(3))
+
+
+def sdpa(case):
+    """Build PyTorch's fused attention."""
+    return F.scaled_dot_product_attention, tuple(
+        case.random(case.B, case.H, case.T, case.R) for _ in range(3)
+    )
+
+
+def unfold(x, K):
+    """Return (T, B, C, K), the K rows of `x` (T, B, C) around each time step, as fairseq does."""
+    T, B, C = x.shape
+    # PyTorch 2.13 writes gradients of such products past their end on CUDA (pytorch#196431).
+    if x.is_cuda and x.requires_grad and x.numel() * K > 2**31:
+        raise Unavailable("over 2^31 elements")
+    padded = F.pad(x, (0, 0, 0, 0, K // 2, K - 1 - K // 2))
+    return padded.as_strided((T, B, C, K), (B * C, C, 1, B * C))
+
+
+def dynamic_conv_unfolded(case, K):
+    """Build DynamicConv of width K as fairseq's models run it, from unfolded windows."""
+
+    def function(x, kernels):
+        windows = unfold(x, K).reshape(-1, case.R, K)
+        return torch.bmm(windows, kernels.softmax(-1).view(-1, K, 1)).view_as(x)
+
+    case.needs(2 * K * case.x.numel())
+    return function, (case.x, case.random(case.T, case.B, case.H, K))
+
+
+def dynamic_conv_band(case, K):
+    """Build DynamicConv of width K in fairseq's other form, with band matrices."""
+
+    def function(x, kernels):
+        T, groups = case.T, case.B * case.H
+        kernels = kernels.softmax(-1).view(T, groups, K).transpose(0, 1)
+        band = kernels.new_zeros(groups, T, T + K - 1)
+        band.as_strided((groups, T, K), (T * (T + K - 1), T + K, 1)).copy_(kernels)
+        rows = x.view(T, groups, case.R).transpose(0, 1)
+        return torch.bmm(band.narrow(2, K // 2, T), rows).transpose(0, 1).reshape_as(x)
+
+    case.needs(3 * case.B * case.H * case.T**2)
+    return function, (case.x, case.random(case.T, case.B, case.H, K))
+
+
+def light_conv_unfolded(case, K):
+    """Build LightConv of width K, from unfolded windows."""
+
+    def function(x, kernels):
+        windows = unfold(x, K).reshape(case.T * case.B, case.H, case.R, K)
+        return torch.einsum("nhrk,hk->nhr", windows, kernels.softmax(-1)).reshape_as(x)
+
+    case.needs(2 * K * case.x.numel())
+    return function, (case.x, case.random(case.H, K))
+
+
+def depthwise_conv1d(case, K):
+    """Build PyTorch's convolution, in its own layout (B, C, T)."""
+
+    def function(x, kernels):
+        return F.conv1d(x, kernels, padding=K // 2, groups=case.C)
+
+    return function, (case.random(case.B, case.C, case.T), case.random(case.C, 1, K))
+
+
+# name -> (builder, how time grows with T)
+PEERS = {
+    "copy": (copy, 1),
+    "TaLK": (talk, 1),
+    "TaLK, windows of 3": (partial(talk, window=3), 1),
+    "TaLK, windows of 1,000": (partial(talk, window=1000), 1),
+    GRAPH: (talk, 1),
+    "published TaLK method": (published_method, 1),
+    "self-attention": (self_attention, 2),
+    "scaled_dot_product_attention": (sdpa, 2),
+    "DynamicConv k=3, unfolded": (partial(dynamic_conv_unfolded, K=3), 1),
+    "DynamicConv k=3, band": (partial(dynamic_conv_band, K=3), 2),
+    "DynamicConv k=31, unfolded": (partial(dynamic_conv_unfolded, K=31), 1),
+    "DynamicConv k=31, band": (partial(dynamic_conv_band, K=31), 2),
+    "LightConv k=31, unfolded": (partial(light_conv_unfolded, K=31), 1),
+    "depthwise conv1d k=31": (partial(depthwise_conv1d, K=31), 1),
+}
 
 
 def check(dtypes, device):
-    """Raise SystemExit unless talk_conv is right on this machine, forward and backward."""
+    """Raise SystemExit unless talk_conv is right here: forward, backward and step by step."""
     for name in dtypes:
         for shape, max_right in (((129, 2, 24), 31), ((301, 1, 64), 0)):
             case = Case(*shape, 4, getattr(torch, name), device)
@@ -49,13 +213,19 @@ def check(dtypes, device):
 
             got = run(talk_conv, inputs)
             want = run(talk_conv_reference, [t.double() for t in inputs])
+            if not max_right:
+                got, want = (*got, step_by_step(case)), (*want, want[0])
             for index, (a, b) in enumerate(zip(got, want)):
                 error = ((a.double() - b).abs().max() / b.abs().max()).item()
                 if not error <= BOUNDS[name] * (4 if index else 1):
                     raise SystemExit(f"talk_conv is wrong in {name} by {error:.2g}: not measured")
 
 
-# --- Measuring ---
+def step_by_step(case):
+    """Return the output of talk_conv_update over the case, as in a decoder."""
+    state = TaLKConvState(case.B, case.C, WINDOW, case.dtype, case.device)
+    steps = zip(case.x.split(1), case.offset_left.split(1))
+    return torch.cat([talk_conv_update(*step, state, WINDOW) for step in steps])
 
 
 def iteration(function, inputs, mode):
@@ -112,113 +282,33 @@ def seconds_of(step, count):
     return harness.timed(iterations)[0] / count
 
 
-def measure(case, mode, args, earlier):
-    """Return {peer: {"seconds": …, "memory": …, …} or {"error": why}} for one case and mode.
+def predicted(name, cell, cells):
+    """Return the seconds of an iteration, by the last of the `cells` of this dtype and mode."""
+    for earlier in reversed(cells):
+        row = earlier["results"].get(name, {})
+        if "seconds" in row and all(earlier[key] == cell[key] for key in ("dtype", "mode")):
+            return row["seconds"] * (cell["T"] / earlier["T"]) ** PEERS[name][1]
+    return 0
 
-    `earlier` is {peer: (T, seconds)} of another length, and is brought up to date.
-    """
-    results = {}
+
+def measure(case, mode, args, report):
+    """Measure the peers in one case and mode: a cell of the `report`."""
+    cell = {"T": case.T, "dtype": str(case.dtype).removeprefix("torch."), "mode": mode}
     names = [name for name in PEERS if name in ("copy", "TaLK") or re.search(args.only, name)]
     if mode == "backward":
         names = [name for name in names if case.moves(name, mode)]
 
     def prepare(name, row):
-        build, order = PEERS[name]
-        T, took = earlier.get(name, (case.T, 0))
-        if (predicted := took * (case.T / T) ** order) > args.limit:
-            raise Unavailable(f"too slow: about {predicted:.0f} s per iteration")
-        step, row["memory"] = runner(name, *build(case), mode, args.device)
+        if (seconds := predicted(name, cell, report.cells)) > args.limit:
+            raise Unavailable(f"too slow: about {seconds:.0f} s per iteration")
+        step, row["memory"] = runner(name, *PEERS[name][0](case), mode, args.device)
         if moves := case.moves(name, mode):
             row["bytes"] = moves
         once = seconds_of(step, 1)
         count = max(1, min(1000, int(0.1 / once)))  # a turn is about a tenth of a second
         return partial(seconds_of, step, count)
 
-    harness.measure(
-        f"T={case.T:,}, {mode}", results, names, prepare, args, "TaLK", {"iterations": 1},
-        args.limit / 4,
-    )  # fmt: skip
-    a_copy = results["copy"]
-    for name, row in results.items():
-        if "seconds" in row:
-            earlier[name] = (case.T, row["seconds"])
-            if "bytes" in row and "seconds" in a_copy:
-                speed = row["bytes"] / row["seconds"]
-                row["of_a_copy"] = speed / (a_copy["bytes"] / a_copy["seconds"])
-    return results
-
-
-# --- The goals ---
-
-
-class Goal(NamedTuple):
-    """At least this for a number of a peer's row, one of harness.COLUMNS."""
-
-    peer: str
-    number: str
-    least: float
-    mode: str
-    lengths: tuple
-    dtypes: tuple = ("float32", "bfloat16")
-
-
-LONG, SHORT = (1000, 10_000, 100_000), (10, 100)
-GOALS = {
-    "cuda": (
-        Goal("TaLK", "of_a_copy", 0.85, "forward", LONG),
-        Goal("TaLK", "of_a_copy", 0.7, "backward", LONG),
-        Goal(GRAPH, "iterations_per_second", 100_000, "forward", SHORT),
-        Goal(PUBLISHED, "speed_up", 2, "forward", SHORT),
-        Goal(PUBLISHED, "speed_up", 10, "forward+backward", (10_000,)),
-        Goal(SDPA, "speed_up", 8, "forward", (1000,), ("bfloat16",)),
-        Goal(SDPA, "speed_up", 70, "forward", (10_000,), ("bfloat16",)),
-    ),
-    "cpu": (
-        Goal("copy", "speed_up", 1 / 1.5, "forward", (1000,), ("float32",)),
-        Goal(SDPA, "speed_up", 12, "forward+backward", (1000,), ("float32",)),
-    ),
-}
-
-
-def goals_of(cells, device):
-    """Return a row for each goal that concerns one of the `cells`, with what was measured."""
-    found = []
-    for goal, cell in itertools.product(GOALS[device], cells):
-        T, dtype, mode, results = (cell[key] for key in ("T", "dtype", "mode", "results"))
-        if mode == goal.mode and T in goal.lengths and dtype in goal.dtypes:
-            row = results.get(goal.peer, {})
-            value = row.get(goal.number)
-            met = {True: "yes", False: "NO", None: row.get("error", "not measured")}
-            found.append({
-                "goal": f"{harness.title(cell)}: {goal.peer}, {COLUMNS[goal.number][0]}",
-                "at least": goal.least, "measured": value,
-                "met": met[None if value is None else value >= goal.least],
-            })  # fmt: skip
-    return found
-
-
-# --- The command ---
-
-
-def figure(cells):
-    """Return a Figure of iterations per second over the length, a panel per dtype and mode."""
-    from pipeline.plots.figures import add_legend, looks, panel_grid
-
-    panels = {}
-    for cell in cells:
-        if cell["mode"] != "backward":
-            panels.setdefault(f"{cell['mode']}, {cell['dtype']}", []).append(cell)
-    drawing, axes = panel_grid(len(panels), 2, 5, 4)
-    for axis, (title, cells) in zip(axes, panels.items()):
-        for name, look in zip(PEERS, looks(len(PEERS))):
-            rows = ((cell["T"], cell["results"].get(name, {})) for cell in cells)
-            points = sorted((T, 1 / row["seconds"]) for T, row in rows if "seconds" in row)
-            if points:
-                axis.loglog(*zip(*points), label=name, **look)
-        axis.set(title=title, xlabel="T, time steps", ylabel="iterations per second")
-        axis.grid(alpha=0.3)
-    add_legend(drawing, axes, 3)
-    return drawing
+    report.measure(cell, names, prepare, {"iterations": 1}, args.limit / 4)
 
 
 def parse(arguments=None):
@@ -241,25 +331,17 @@ def main(arguments=None):
 
     check(args.dtypes, args.device)
     facts = dict(zip("BCH", sizes), window=WINDOW)
-    earlier = collections.defaultdict(dict)
-    with harness.Report(args, figure, sizes=facts) as report:
-        print(f"talk_conv is right in {', '.join(args.dtypes)}. Measuring on {report.where}.")
-        for T, dtype in itertools.product(args.lengths, args.dtypes):
-            try:
-                case = Case(T, *sizes, getattr(torch, dtype), args.device)
-                case.needs(6 * case.x.numel())
-            except RuntimeError as error:
-                print(f"\nT={T:,}, {dtype}: {harness.why_not(error)}")
-                continue
-            for mode in MODES:
-                results = measure(case, mode, args, earlier[dtype, mode])
-                cell = {"T": T, "dtype": dtype, "mode": mode, "results": results}
-                report.cells.append(cell)
-                if sizes == SIZES:
-                    report.record["goals"] = goals_of(report.cells, args.device)
-                report.save()
-                print(f"\n{harness.title(cell)}", harness.cell_table(cell), sep="\n", flush=True)
+    report = harness.Report(args, "TaLK", sizes=facts)
+    print(f"talk_conv is right in {', '.join(args.dtypes)}. Measuring on {report.where}.")
+    for T, dtype in itertools.product(args.lengths, args.dtypes):
+        try:
+            case = Case(T, *sizes, getattr(torch, dtype), args.device)
+            case.needs(6 * case.x.numel())
+        except RuntimeError as error:
+            print(f"\nT={T:,}, {dtype}: {harness.why_not(error)}")
+            continue
+        for mode in MODES:
+            measure(case, mode, args, report)
     if not report.cells:
         raise SystemExit("nothing was measured")
-    if goals := report.record.get("goals"):
-        print("\nThe project's goals:", harness.table(goals), sep="\n")
+    print(f"\nwritten: {report.path}")

@@ -12,27 +12,23 @@ them in the language models alone. fairseq's DynamicConv unfolds its windows; `d
 band matrices. Sentences are of random words, source lengths log-normal (median 20 tokens), targets
 about as long; a turn runs over --batches of them, spread over the lengths.
 
-First checks loss and gradients of TaLK against the reference backend, and of band matrices against
-unfolded windows. Then runs the models in turn and takes medians. Tokens are those of the target,
-without padding. Peak memory is what a step takes beyond model and optimizer. Writes a table,
-PREFIX.json (after each turn) and PREFIX.png.
+First checks TaLK's operator against the reference. Then runs the models in turn and takes medians.
+Tokens are those of the target, without padding. Peak memory is what a step takes beyond model and
+optimizer. Prints tables, and writes PREFIX.json after each turn.
 """
 
-import contextlib
-import os
 import tempfile
-from argparse import Namespace
-from unittest import mock
 
 import torch
 
-from pipeline.benchmarks import harness, models
-from pipeline.benchmarks.harness import Unavailable, one_of, several, show_progress
+from pipeline.benchmarks import harness, models, operator
+from pipeline.benchmarks.harness import Unavailable, one_of, several
 from pipeline.benchmarks.models import SIZES
 from pipeline.common.command import at_least
 
 # isort: split
 from fairseq.data import LanguagePairDataset
+from fairseq.data.monolingual_dataset import collate
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.trainer import Trainer
 
@@ -46,11 +42,7 @@ TASKS = {  # the models of each, and the default of --batches
     },
 }
 ATTENTION_DROPOUT = 0.1  # of attention weights, kernels and offsets
-TOLERANCE = 1e-3  # of gradients, relative to the largest
 BAND = 512  # longest sequences of fairseq's band matrices; longer ones it unfolds
-
-
-# --- Trainers and batches, as fairseq-train builds them ---
 
 
 def build_trainer(name, precision, args):
@@ -85,8 +77,7 @@ def build_trainer(name, precision, args):
         given["decoder-normalize-before"] = True  # lightconv_lm has no other form
     cfg = models.configure(given, "language_modeling" if lm else "translation")
     task = models.build_task(args.sizes.vocabulary)
-    if lm:
-        task = LanguageModelingTask(cfg.task, task.source_dictionary)
+    task = LanguageModelingTask(cfg.task, task.source_dictionary) if lm else task
     sides = ("decoder",) if lm else ("encoder", "decoder")
     model = models.build(cfg, task, sides if band else ())
     return Trainer(cfg, task, model, task.build_criterion(cfg.criterion))
@@ -102,17 +93,13 @@ def build_batches(args):
         tokens[-1] = words.eos()
         return tokens
 
-    def block_batch(blocks):
-        """As many blocks of text, each token with the next one as its target."""
-        text = torch.stack([sentence(args.tokens + 1) for _ in range(blocks)])
-        source, lengths = text[:, :-1].contiguous(), torch.full((blocks,), args.tokens)
-        batch = {"id": torch.arange(blocks), "nsentences": blocks, "ntokens": source.numel()}
-        batch["net_input"] = {"src_tokens": source, "src_lengths": lengths}
-        return batch | {"target": text[:, 1:].contiguous()}
-
     if args.task == "lm":
         blocks = max(1, args.max_tokens // args.tokens)
-        return [block_batch(blocks) for _ in range(args.batches)]
+        text = [sentence(args.tokens + 1) for _ in range(blocks * args.batches)]
+        # Each token has the next one as its target.
+        pairs = [{"id": i, "source": t[:-1], "target": t[1:]} for i, t in enumerate(text)]
+        batches = (pairs[i : i + blocks] for i in range(0, len(pairs), blocks))
+        return [collate(batch, words.pad(), words.eos()) for batch in batches]
 
     # As many sentences as fill the batches thirty times over, or rare lengths would fill them.
     count = 30 * args.batches * args.max_tokens // 20
@@ -129,48 +116,6 @@ def build_batches(args):
     )
     spread = (len(batches) * (2 * i + 1) // (2 * args.batches) for i in range(args.batches))
     return [pairs.collater([pairs[i] for i in batches[place]]) for place in spread]
-
-
-# --- Correctness first ---
-
-
-def gradients(trainer, batch):
-    """Return the loss of `batch` and {parameter: gradient}, without dropout."""
-    model, criterion = trainer.model.eval(), trainer.criterion.eval()
-    sample, _ = trainer._prepare_sample(batch)
-    model.zero_grad()
-    loss, size, _ = criterion(model, sample)
-    (loss / size).backward()
-    found = {n: p.grad.float().clone() for n, p in model.named_parameters() if p.grad is not None}
-    return (loss / size).item(), found
-
-
-def check(name, args):
-    """Raise SystemExit unless `name`, in float32 and with few tokens, trains as it should.
-
-    TaLK as the reference backend does, and dynamicconv-band as dynamicconv.
-    """
-    show_progress(f"checking {name}")
-    sizes = Namespace(**vars(args.sizes) | {"vocabulary": min(1000, args.sizes.vocabulary)})
-    few = {"batches": 1, "max_tokens": min(200, args.max_tokens), "tokens": min(40, args.tokens)}
-    few = Namespace(**{**vars(args), **few, "sizes": sizes})
-    batch, trainer = build_batches(few)[0], build_trainer(name, "float32", few)
-    loss, found = gradients(trainer, batch)
-    if name in models.TALK:
-        with mock.patch.dict(os.environ, TALK_CONV_BACKEND="reference"):
-            other, (wanted, expected) = "reference", gradients(trainer, batch)
-    else:
-        other = "dynamicconv"
-        wanted, expected = gradients(build_trainer(other, "float32", few), batch)
-    # torch's max keeps a NaN, Python's may not.
-    largest = torch.stack([gradient.abs().max() for gradient in expected.values()]).max()
-    error = torch.stack([(found[n] - expected[n]).abs().max() for n in expected]).max() / largest
-    for what, off in (("loss", abs(loss / wanted - 1)), ("gradients", error.item())):
-        if not off <= TOLERANCE:
-            raise SystemExit(f"{name}: the {what} differ from {other} by {off:.2g}: not measured")
-
-
-# --- Speed ---
 
 
 def measure(precision, batches, args, report):
@@ -219,13 +164,11 @@ def parse(arguments=None):
 def main(arguments=None):
     """Run the command; `arguments` are those of the command line by default."""
     args = parse(arguments)
-    for name in args.models:
-        if name in (*models.TALK, "dynamicconv-band"):
-            with contextlib.suppress(Unavailable):  # which the table will say
-                check(name, args)
+    operator.check(args.precisions, args.device)
     facts = {name: getattr(args, name) for name in ("max_tokens", "tokens", "batches")}
-    with harness.Report(args, models.figure, sizes=vars(args.sizes), **facts) as report:
-        print(f"Losses and gradients agree. Measuring on {report.where}; {args.sizes}.", flush=True)
-        batches = build_batches(args)
-        for precision in args.precisions:
-            measure(precision, batches, args, report)
+    report = harness.Report(args, "talkconv", sizes=vars(args.sizes), **facts)
+    print(f"Measuring on {report.where}; {args.sizes}.", flush=True)
+    batches = build_batches(args)
+    for precision in args.precisions:
+        measure(precision, batches, args, report)
+    print(f"\nwritten: {report.path}")

@@ -2,10 +2,8 @@
 
 import concurrent.futures
 import contextlib
-import functools
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -43,11 +41,6 @@ def set_environment(device):
         os.execve(sys.executable, sys.orig_argv, os.environ | wanted)
 
 
-def in_words(words):
-    """Return a command as a line that a shell takes."""
-    return shlex.join(str(Path(word).name if n == 0 else word) for n, word in enumerate(words))
-
-
 class Commands:
     """Runs commands of this environment, several at a time, and stops them together.
 
@@ -75,15 +68,15 @@ class Commands:
         `read` and `title` are those of its `Bar`. Raises Failed, with the end of the log.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
-        start = functools.partial(
-            subprocess.Popen, cwd=ROOT, env=self.environment, pass_fds=self.inherited,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-        )  # fmt: skip
         with (
             open(log, "a", encoding="utf-8") as file,
             contextlib.closing(Bar(read, title)) as bar,
-            start([str(word) for word in words]) as process,
-        ):
+            subprocess.Popen(
+                [str(word) for word in words], cwd=ROOT, env=self.environment,
+                pass_fds=self.inherited, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                text=True, errors="replace",
+            ) as process,
+        ):  # fmt: skip
             self._running.append(process)
             if self.stopped:  # while it started
                 process.terminate()
@@ -172,9 +165,6 @@ def generation(line):
     if counted := re.search(r": +(\d+) / (\d+) wps=", line):
         done, count = map(int, counted.groups())
         return done / count, f"batch {done:,} of {count:,}"
-
-
-# --- Checkpoints ---
 
 
 def updates_of(checkpoint):

@@ -32,6 +32,15 @@ def configure(words):
     return cfg, tasks.setup_task(cfg.task)
 
 
+def build_generator(model, task, **generation):
+    """Make `model` ready for fairseq's beam search with these options, and return that."""
+    from fairseq.dataclass.configs import GenerationConfig
+
+    cfg = argparse.Namespace(generation=GenerationConfig(**generation))
+    model.eval().prepare_for_inference_(cfg)
+    return task.build_generator([model], cfg.generation)
+
+
 def build_model(options, task):
     """Return the model, on the default device, without what fairseq prints of CUDA extensions."""
     with contextlib.redirect_stdout(io.StringIO()):

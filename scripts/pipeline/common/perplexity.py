@@ -8,12 +8,8 @@ from pipeline.common.files import read_lines
 from talk_fairseq.checkpoint_files import read_checkpoint
 
 END, UNKNOWN = "</s>", "<unk>"
-# Of a model, in what fairseq-eval-lm prints.
-NUMBERS = (
-    r"num\. model params: ([\d,]+)",
-    r"Evaluated ([\d,]+) tokens",
-    r"Loss \(base 2\): ([\d.]+),",
-)
+# The numbers of a model, in what fairseq-eval-lm prints.
+SCORE = r"num\. model params: ([\d,]+).*?Evaluated ([\d,]+) tokens.*?Loss \(base 2\): ([\d.]+),"
 
 
 class TestSet:
@@ -61,11 +57,10 @@ def read_model(checkpoint, tokens):
     that is one score, of `tokens` tokens.
     """
     evaluated = checkpoint.with_suffix(".txt")
-    text = evaluated.read_text(encoding="utf-8")
-    found = [re.findall(number, text) for number in NUMBERS]
-    if any(len(values) != 1 for values in found):
+    found = re.findall(SCORE, evaluated.read_text(encoding="utf-8"), re.DOTALL)
+    if len(found) != 1:
         raise ValueError(f"{evaluated}: expected the output of fairseq-eval-lm, once")
-    parameters, scored, loss = (float(values[0].replace(",", "")) for values in found)
+    parameters, scored, loss = (float(number.replace(",", "")) for number in found[0])
     if scored != tokens:
         got = f"{scored:,.0f}"
         raise ValueError(f"{evaluated}: expected a score of all {tokens:,} tokens, got {got}")

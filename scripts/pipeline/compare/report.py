@@ -15,6 +15,7 @@ from pipeline.plots.curves import curves_figure
 from pipeline.plots.figures import add_legend, looks, save_figure
 
 TITLES = {"mt": "sacreBLEU", "lm": "perplexity", "summ": "ROUGE-L"}
+UNITS = {"mt": "sentences", "lm": "continuations", "summ": "sentences"}  # of a generation's speed
 SCORE_HEADERS = {
     "mt": ["sacreBLEU", "95% interval", "p"],
     "lm": ["ppl/token", "ppl/word"],
@@ -36,15 +37,12 @@ def write_results(out, results):
     show(f"\n{lines}\nEverything is in {out}")
 
 
-# --- The table ---
-
-
 def table(results):
     """Return the lines of the table, in Markdown, and of the notes below it."""
     task, systems, reference = results["task"], results["systems"], results["reference"]
     headers = ["system", "parameters", *SCORE_HEADERS[task]]
     headers += ["training tokens/s", f"speed-up of {reference}"]
-    headers += [f"generation {unit(task)}/s", f"speed-up of {reference}", "peak MiB"]
+    headers += [f"generation {UNITS[task]}/s", f"speed-up of {reference}", "peak MiB"]
     base = systems.get(reference, {}).get("speed")
     rows = []
     for name, row in systems.items():
@@ -72,11 +70,6 @@ def faster(base, other, part):
     """Return how many times faster the first is: the median over the turns."""
     pairs = zip(base[part]["turns"], other[part]["turns"])
     return statistics.median(theirs / its for its, theirs in pairs)
-
-
-def unit(task):
-    """Return what a generation speed counts."""
-    return "continuations" if task == "lm" else "sentences"
 
 
 def score_cells(task, row):
@@ -148,9 +141,6 @@ def notes(results):
         yield "Float16."
 
 
-# --- The figures ---
-
-
 def validation_figure(results):
     """Return a Figure of the validation over updates and over time, a line for each seed."""
     runs = {}
@@ -183,7 +173,7 @@ def speed_figure(results):
             axis.plot(row["speed"][f"{speed}_per_second"], row["score"], **look)
     lower = " (lower is better)" if task == "lm" else ""
     axes[0].set(xlabel="training tokens per second", ylabel=TITLES[task] + lower)
-    axes[1].set(xlabel=f"generated {unit(task)} per second")
+    axes[1].set(xlabel=f"generated {UNITS[task]} per second")
     for axis in axes:
         axis.margins(0.15)
         axis.grid(alpha=0.3)

@@ -9,7 +9,7 @@ import statistics
 import numpy as np
 
 from pipeline.common.files import read_lines
-from pipeline.common.generated import read_hypotheses
+from pipeline.common.logs import read_hypotheses
 from talk_fairseq.rouge import KINDS, rouge, version
 
 SCORES = {"mt": "bleu", "lm": "perplexity_per_token", "summ": "rouge_l"}  # that a system's is
@@ -20,11 +20,8 @@ LEADS = (*range(3, 31), 40, 50, 75, 100)  # words that a lead baseline may have
 def score(results, corpus, languages, folder_of):
     """Score all runs, and give each system the mean over its seeds as its "score".
 
-    Args:
-        results: see above; "systems" has a row for each, with the runs in "seeds".
-        corpus: the folder of the prepared text.
-        languages: how its files end, the target last.
-        folder_of: see above.
+    The rows in "systems" have the runs in "seeds". `corpus` is the folder of the prepared text,
+    whose files end with the `languages`, the target last.
 
     Raises ValueError if a run did not score the whole test set.
     """

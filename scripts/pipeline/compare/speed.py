@@ -4,7 +4,7 @@ import statistics
 from functools import partial
 
 from pipeline.common.folder import show
-from pipeline.common.models import build_model, configure
+from pipeline.common.models import build_generator, build_model, configure
 from pipeline.compare.flags import generated_tokens, search
 
 
@@ -25,11 +25,8 @@ def measure_speeds(args, words, checkpoints):
     for what, batches in work.items():
         show(f"measuring {what}")
         # Batch by batch in turn, as other work on the machine comes and goes within seconds.
-        calls = {
-            (name, i): partial(steps[name][what], batch)
-            for i, batch in enumerate(batches)
-            for name in words
-        }
+        numbered = list(enumerate(batches))
+        calls = {(name, i): partial(steps[name][what], b) for i, b in numbered for name in words}
         for name, row in rows.items():
             own = [step for (of, _), step in calls.items() if of == name]
             tokens = sum(step() for step in own)  # all, so that what is allocated once is there
@@ -58,9 +55,7 @@ def build_measured(args, words, checkpoint):
     batch's target, or of the best hypotheses.
     """
     from fairseq import utils
-    from fairseq.dataclass.configs import GenerationConfig
     from fairseq.trainer import Trainer
-    from omegaconf import OmegaConf
 
     from talk_fairseq.checkpoint_files import read_checkpoint
 
@@ -70,16 +65,11 @@ def build_measured(args, words, checkpoint):
     for each in (model, copy):
         each.load_state_dict(trained, model_cfg=cfg.model)
     trainer = Trainer(cfg, task, model, task.build_criterion(cfg.criterion))
-    generation = GenerationConfig(**search(args))
-    if args.task == "lm":
-        # Continuations of a forced length, as an end is seldom learnt.
-        generation = GenerationConfig(beam=5, min_len=64, max_len_b=64)
-    copy.eval().prepare_for_inference_(
-        OmegaConf.create({"generation": OmegaConf.structured(generation)})
-    )
     if args.device == "cuda":
         copy.half().cuda()
-    generator = task.build_generator([copy], generation)
+    # Continuations of a forced length, as an end is seldom learnt.
+    forced = {"beam": 5, "min_len": 64, "max_len_b": 64}
+    generator = build_generator(copy, task, **(forced if args.task == "lm" else search(args)))
 
     def train(batch):
         trainer.train_step([batch], raise_oom=True)
@@ -111,11 +101,8 @@ def training_batches(args, task):
 def test_batches(args, task):
     """Return batches of the test set, spread over the lengths; of a language model, beginnings."""
     task.load_dataset("test")
-    batches = list(
-        task.get_batch_iterator(
-            task.dataset("test"), max_tokens=generated_tokens(args)
-        ).next_epoch_itr(shuffle=False)
-    )
+    batches = task.get_batch_iterator(task.dataset("test"), max_tokens=generated_tokens(args))
+    batches = list(batches.next_epoch_itr(shuffle=False))
     count = min(args.schedule.generated, len(batches))
     chosen = [batches[len(batches) * (2 * i + 1) // (2 * count)] for i in range(count)]
     if args.task == "lm":

@@ -2,9 +2,8 @@
 
 import math
 import textwrap
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import yaml
 
@@ -14,22 +13,13 @@ from pipeline.data import text
 SPLITS = ("train", "valid", "test")
 
 
-class Part(NamedTuple):
-    """Files that are read side by side into a split, and their published numbers of lines."""
-
-    split: str
-    files: list
-    lines: list
-    read: Callable  # yields the lines of a file
-
-
 @dataclass(frozen=True)
 class Benchmark:
     """A data set, and how the papers prepared it."""
 
     text: str  # for --help
     languages: list  # source and target; of a language model's text one, whose words stay
-    parts: list
+    parts: list  # files that are read side by side into a split, and their published lines
     archives: dict  # {address: how the names of its files start}
     lines: dict  # {split: published numbers}; another tokeniser moves that of train a little
     elsewhere: str = ""  # what to know about hosts that do not answer
@@ -57,10 +47,9 @@ def read_benchmarks():
     read = yaml.safe_load((ROOT / "data/benchmarks.yaml").read_text(encoding="utf-8"))
     for given in read.values():
         given["archives"] = {url: tuple(starts) for url, starts in given["archives"].items()}
-        given["parts"] = [
-            Part(part["split"], part["files"], part["lines"], getattr(text, part["read"]))
-            for part in given["parts"]
-        ]
+        for part in given["parts"]:
+            part["read"] = getattr(text, part["read"])  # yields the lines of a file
+        given["parts"] = [SimpleNamespace(**part) for part in given["parts"]]
     return {name: Benchmark(**given) for name, given in read.items()}
 
 

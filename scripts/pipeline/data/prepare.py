@@ -24,18 +24,9 @@ from pipeline.common.files import read_json, remove, write_json
 from pipeline.common.folder import Folder, show
 from pipeline.common.machine import cores
 from pipeline.common.paths import ROOT
+from pipeline.data import text
 from pipeline.data.archives import URL, download, gather
 from pipeline.data.benchmarks import BENCHMARKS, SPLITS, archives_of, describe, how_to_get
-from pipeline.data.text import (
-    Writer,
-    encode_pairs,
-    in_parallel,
-    is_kept,
-    learn_pieces,
-    pairs_of,
-    tokenize_pairs,
-    without_bpe,
-)
 
 
 class Preparation:
@@ -103,21 +94,18 @@ class Preparation:
         The results are what is `made`: "tokens" or "pieces". Where cleaning counts these, the pairs
         that it drops are left out.
         """
-        benchmark, pairs = self.benchmark, pairs_of(self.paths(prefix, split))
+        benchmark, pairs = self.benchmark, text.pairs_of(self.paths(prefix, split))
         cleaning = split == "train" and benchmark.clean == made
         for pair, result in tqdm(
-            in_parallel(function, pairs, self.args.workers),
+            text.in_parallel(function, pairs, self.args.workers),
             desc=split,
             total=self.prepared["lines"][split],
             unit=" lines",
             unit_scale=True,
             mininterval=0.5 if sys.stderr.isatty() else 60,
         ):
-            if not cleaning or is_kept(*result, benchmark.longest, benchmark.ratio):
+            if not cleaning or text.is_kept(*result, benchmark.longest, benchmark.ratio):
                 yield pair, result
-
-
-# --- Plain text ---
 
 
 def write_plain(prep):
@@ -137,18 +125,15 @@ def write_plain(prep):
     fetched = [download(address, downloads) for address in archives_of(missing, benchmark)]
     found |= gather(missing, fetched, archives, prep.folder / "fetched")
     for split in dict.fromkeys(part.split for part in benchmark.parts):
-        with Writer(prep.paths("", split)) as writer:
+        with text.Writer(prep.paths("", split)) as writer:
             for part in benchmark.parts:
                 if part.split == split:
                     before = writer.lines
-                    for lines in pairs_of([found[name] for name in part.files], part.read):
+                    for lines in text.pairs_of([found[name] for name in part.files], part.read):
                         writer.write(lines)
                     what = f"lines of {' and '.join(part.files)}"
                     prep.check(what, writer.lines - before, part.lines)
         prep.prepared["lines"][split] = writer.lines
-
-
-# --- Tokens ---
 
 
 def write_tokenized(prep):
@@ -160,7 +145,7 @@ def write_tokenized(prep):
         tokens = list  # of what comes tokenised
         if benchmark.tokenizer == "moses":
             tokens = functools.partial(
-                tokenize_pairs,
+                text.tokenize_pairs,
                 languages=benchmark.languages,
                 normalize=benchmark.normalize and training,
                 split_dashes=benchmark.split_dashes,
@@ -171,7 +156,7 @@ def write_tokenized(prep):
         if every:
             places += [("tokenized.", "valid"), ("", "valid")]
         with ExitStack() as stack:
-            writers = [stack.enter_context(Writer(prep.paths(*place))) for place in places]
+            writers = [stack.enter_context(text.Writer(prep.paths(*place))) for place in places]
             found = prep.go_through(tokens, "", split, "tokens")
             for number, (pair, tokenized) in enumerate(found, 1):
                 if every and number % every == 0:
@@ -183,15 +168,12 @@ def write_tokenized(prep):
     prep.check_cleaned("tokens")
 
 
-# --- Pieces ---
-
-
 def write_pieces(prep):
     """Write ``sentencepiece.model``, learnt of both languages, and all splits as ``pieces.…``."""
     benchmark, model = prep.benchmark, prep.folder / "sentencepiece.model"
     show("learning the pieces")
-    learn_pieces(
-        (line for pair in pairs_of(prep.paths("tokenized.", "train")) for line in pair),
+    text.learn_pieces(
+        (line for pair in text.pairs_of(prep.paths("tokenized.", "train")) for line in pair),
         prep.vocabulary - 3,  # fairseq adds four special words, of which one is among these
         model,
         bos_id=-1,
@@ -201,9 +183,9 @@ def write_pieces(prep):
         shuffle_input_sentence=True,
         max_sentence_length=1_000_000,  # bytes; longer lines are not learnt from
     )
-    encode = functools.partial(encode_pairs, model=model)
+    encode = functools.partial(text.encode_pairs, model=model)
     for split in prep.prepared["lines"]:
-        with Writer(prep.paths("pieces.", split)) as writer:
+        with text.Writer(prep.paths("pieces.", split)) as writer:
             for _, pieces in prep.go_through(encode, "tokenized.", split, "pieces"):
                 writer.write(pieces)
         prep.prepared["lines"][split] = writer.lines
@@ -220,12 +202,12 @@ def copy_pretokenized(prep):
         if not needed and not any(path.exists() for path in paths):
             continue
         with (
-            Writer(prep.paths("pieces.", split)) as pieces,
-            Writer(prep.paths("tokenized.", split)) as tokens,
+            text.Writer(prep.paths("pieces.", split)) as pieces,
+            text.Writer(prep.paths("tokenized.", split)) as tokens,
         ):
-            for pair in pairs_of(paths):
+            for pair in text.pairs_of(paths):
                 pieces.write(pair)
-                tokens.write(map(without_bpe, pair))
+                tokens.write(map(text.without_bpe, pair))
         prep.prepared["lines"][split] = pieces.lines
         published = prep.benchmark.lines[split]
         prep.check(f"lines of {split}", pieces.lines, published, exact=split == "test")
@@ -236,9 +218,6 @@ def dictionaries(prep):
     paths = [Path(prep.args.pretokenized or "", f"dict.{lang}.txt") for lang in prep.languages]
     there = prep.args.pretokenized and all(path.exists() for path in paths)
     return paths if there else []
-
-
-# --- Numbers ---
 
 
 def binarize(prep):
@@ -268,9 +247,6 @@ def binarize(prep):
     for split in prep.prepared["lines"]:
         words += [f"--{split}pref", prep.folder / f"{prefix}{split}{end}"]
     preprocess.main(options.get_preprocessing_parser().parse_args([str(word) for word in words]))
-
-
-# --- The stages, one after the other ---
 
 
 def stages_of(prep):
@@ -324,9 +300,6 @@ def prepare(prep):
         remove(prep.folder.parent)
     lines = ", ".join(f"{split} {count:,}" for split, count in prep.prepared["lines"].items())
     print(f"{output} is ready: {lines} lines")
-
-
-# --- The command ---
 
 
 def parse(name, arguments):

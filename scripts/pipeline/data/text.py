@@ -21,9 +21,6 @@ BREAKS = dict.fromkeys(map(ord, "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"), " ")
 CHUNK = 1000  # pairs that a worker is given at a time
 
 
-# --- Reading and writing ---
-
-
 def lines_of(path):
     """Yield the lines of a text, also gzipped, without surrounding space.
 
@@ -83,9 +80,6 @@ class Writer(ExitStack):
             file.write(line + "\n")
 
 
-# --- Tokenising and cleaning ---
-
-
 @functools.cache
 def moses(language):
     """Return the tokeniser and the punctuation normaliser of a language, one each per process."""
@@ -133,9 +127,6 @@ def is_kept(source, target, longest, ratio):
     return 1 <= lengths[0] and lengths[1] <= longest and lengths[1] <= ratio * lengths[0]
 
 
-# --- Subwords ---
-
-
 def learn_pieces(lines, size, path, **options):
     """Write `path`, a SentencePiece BPE of at most `size` pieces, and return the model.
 
@@ -180,9 +171,6 @@ def encode_pairs(pairs, model):
 def without_bpe(line):
     """Return a line without the marks of subword-nmt."""
     return re.sub("@@( |$)", "", line)
-
-
-# --- Going through a corpus ---
 
 
 def follow_parent():

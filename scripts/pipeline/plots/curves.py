@@ -1,11 +1,28 @@
-"""Curves of training runs: loss, perplexity, scores and learning rate."""
+"""Draw the curves of training runs, from their logs.
+
+    plot_training.py quickstart
+    plot_training.py TaLK=checkpoints/iwslt14_de_en/talkconv \\
+        Transformer=checkpoints/iwslt14_de_en/transformer --output curves.png
+
+A RUN is what fairseq-train or fairseq-hydra-train printed (`--log-format simple` or `json`), or a
+folder with one such file, as the quick starts and scripts/train.sh leave it; of several trainings
+in one file the last counts. NAME=RUN gives it a name. The folder of the language models' quick
+start gives a curve for each model.
+
+Draws loss, perplexity, the scores of the validation and the learning rate, over updates and over
+wall-clock, in which validating and saving count. A run that was resumed goes on with the time of
+its checkpoint. Thin lines are training; thick ones, with markers, are validation.
+"""
 
 import math
+from pathlib import Path
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
-from pipeline.plots.figures import add_legend, looks
+from pipeline.common import command
+from pipeline.common.logs import read_runs
+from pipeline.plots.figures import add_legend, looks, save_figure
 
 # How fairseq names what it logs, and how it reads on an axis.
 TITLES = {
@@ -36,10 +53,8 @@ def curves_figure(runs, keys=None):
             training with several seeds, drawn alike.
         keys: names of fairseq's numbers (default: those of `TITLES` that some run has).
 
-    Raises ValueError for no runs, and where no run has any of `keys`.
+    Raises ValueError where no run has any of `keys`.
     """
-    if not runs:
-        raise ValueError("runs: expected at least one run, got none")
     runs = {name: [run] if isinstance(run, dict) else list(run) for name, run in runs.items()}
     entries = [e for seeds in runs.values() for run in seeds for es in run.values() for e in es]
     wanted = TITLES if keys is None else keys
@@ -78,3 +93,41 @@ def curves_figure(runs, keys=None):
     axes[-1][1].set_xlabel(f"wall-clock, {unit}")
     add_legend(figure, axes.flat, 2)
     return figure
+
+
+def named_runs(arguments):
+    """Return ``{name: run}`` of the arguments ``PATH`` and ``NAME=PATH``.
+
+    Raises ValueError for what cannot be read, and for a name that is given twice.
+    """
+    runs = {}
+    for argument in arguments:
+        name, given, path = argument.partition("=")
+        if not given or Path(argument).exists():
+            path = Path(argument)
+            name = path.name if path.is_dir() else path.stem
+            if path.name in ("log.txt", "train.log", "hydra_train.log"):
+                name = path.absolute().parent.name
+        found = read_runs(path)
+        for arch, run in found.items():
+            full = name if len(found) == 1 else f"{name} {arch}"
+            if full in runs:
+                raise ValueError(f"RUN: expected different names, got {full!r} twice; see NAME=RUN")
+            runs[full] = run
+    return runs
+
+
+def main(arguments=None):
+    """Run the command; one line and status 2 for a run that cannot be read."""
+    parser = command.parser("plot_training.py", __doc__)
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="[NAME=]RUN", help="logs, or folders with one")
+    add("--output", type=Path, default=Path("curves.png"), help="default: curves.png")
+    args = parser.parse_args(arguments)
+
+    def draw():
+        runs = named_runs(args.runs)
+        save_figure(curves_figure(runs), args.output)
+        print(f"written: {args.output} of {', '.join(runs)}")
+
+    return command.run("plot_training.py", draw, (OSError, ValueError))

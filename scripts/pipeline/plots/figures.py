@@ -12,20 +12,15 @@ PALETTE = (
 MARKERS, LINES = "os^Dv<>P", ("-", "--", "-.", ":")
 
 
-def colours(count):
-    """Return `count` colours, which repeat after the eighth."""
-    return [PALETTE[number % len(PALETTE)] for number in range(count)]
-
-
 def looks(count):
     """Return `count` dictionaries of a line's colour, style and marker, all different up to 32."""
     return [
         {
-            "color": colour,
+            "color": PALETTE[number % len(PALETTE)],
             "linestyle": LINES[(number + number // len(PALETTE)) % len(LINES)],
             "marker": MARKERS[number % len(MARKERS)],
         }
-        for number, colour in enumerate(colours(count))
+        for number in range(count)
     ]
 
 

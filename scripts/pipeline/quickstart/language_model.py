@@ -17,13 +17,6 @@ the perplexity of both on the held-out test verses, beside that of a unigram. Ru
 resume where it stopped.
 """
 HEADER = ("model", "parameters", "updates", "seconds", "test tokens", "ppl/token", "ppl/word")
-COMPILE = """\
-import sys, torch
-from talk_fairseq import talk_conv
-
-x, offsets = torch.ones(2, 2, 1, 4, device=sys.argv[1])
-talk_conv(x.requires_grad_(), offsets, None, max_left=1, max_right=0).sum().backward()
-"""
 
 
 def learn(args):
@@ -36,11 +29,6 @@ def learn(args):
     session.open(**trainings)
     out = session.out
 
-    if not (out / "training").exists():
-        # It is compiled where it is first used; neither model's time pays for that.
-        show("\n== compiling the operator")
-        device = "cuda" if session.on_gpu else "cpu"
-        session.commands.run(["python", "-c", COMPILE, device], session.log)
     session.prepare()
     for name, command in trainings.items():
         folder, model = out / "training" / name, out / f"{name}.pt"

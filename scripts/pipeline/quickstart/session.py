@@ -2,12 +2,13 @@
 
 import os
 import re
+import shlex
 import signal
 import time
 from pathlib import Path
 
 from pipeline.common.command import Failed, at_least, parser
-from pipeline.common.fairseq import Commands, in_words, resuming, training
+from pipeline.common.fairseq import Commands, resuming, training
 from pipeline.common.files import read_lines, write_lines, write_whole
 from pipeline.common.folder import show
 from pipeline.common.machine import has_gpu
@@ -24,11 +25,6 @@ LEAST = 20  # seconds of a training by the clock
 KEPT_BACK = 90  # seconds, to load fairseq several times and for what comes after training
 
 
-def absolute(text):
-    """Return a path that stays the same where the folder is changed."""
-    return Path(text).absolute()
-
-
 def options(name, description):
     """Return a parser of ``scripts/NAME.sh`` with the options that both quick starts have."""
     parse = parser(f"{name}.sh", description)
@@ -38,9 +34,9 @@ def options(name, description):
         help="time for all of it after set-up (default: 9)")  # fmt: skip
     add("--updates", metavar="N", type=at_least(1), help="train each model for N updates, however "
         "long they take, instead of by the clock")  # fmt: skip
-    add("--out", metavar="DIR", type=absolute, default=Path(name),
+    add("--out", metavar="DIR", type=os.path.abspath, default=Path(name),
         help=f"folder for all that it makes (default: {name}, in the project's root)")  # fmt: skip
-    add("--data", metavar="DIR", type=absolute, default=Path("data/bible-es-en"),
+    add("--data", metavar="DIR", type=os.path.abspath, default=Path("data/bible-es-en"),
         help="another corpus: {train,valid,test}.LANG, one sentence a line, also with .gz "
         "(default: data/bible-es-en)")  # fmt: skip
     add("--cpu", action="store_true", help="do not use a GPU")
@@ -66,9 +62,9 @@ class Session:
 
     def __init__(self, args, languages, config):
         os.chdir(ROOT)
-        self.args, self.out = args, args.out
+        self.args, self.out = args, Path(args.out)
         self.log, self.listed = self.out / "log.txt", self.out / "commands.txt"
-        self.folder = CorpusFolder(self.out, "quick start", MADE, args.data, languages)
+        self.folder = CorpusFolder(self.out, "quick start", MADE, Path(args.data), languages)
         self.corpus, self.binarised = self.folder.corpus, self.folder.binarised
         self.on_gpu = not args.cpu and has_gpu()
         section = "gpu" if self.on_gpu else "cpu_long" if args.minutes >= 30 else "cpu"
@@ -83,7 +79,7 @@ class Session:
             **self.folder.facts,
             "device": "gpu" if self.on_gpu else "cpu",
             "length": f"{args.updates} updates" if args.updates else f"{args.minutes:g} minutes",
-            **{name: in_words(command) for name, command in trainings.items()},
+            **{name: shlex.join(map(str, command)) for name, command in trainings.items()},
         }
         self.count = len(trainings)
         self.folder.open(settings, args.restart)
@@ -112,7 +108,7 @@ class Session:
 
     def show(self, command):
         """Show a command, and note it for the list at the end."""
-        line = in_words(command)
+        line = shlex.join(map(str, command))
         show(f"$ {line}")
         noted = read_lines(self.listed) if self.listed.exists() else []
         if line not in noted:

@@ -6,7 +6,7 @@ from pipeline.common.command import run
 from pipeline.common.fairseq import generation, last_checkpoints
 from pipeline.common.files import read_lines
 from pipeline.common.folder import show
-from pipeline.common.generated import read_hypotheses
+from pipeline.common.logs import read_hypotheses
 from pipeline.quickstart.session import Session, options
 
 NAME = "quickstart"

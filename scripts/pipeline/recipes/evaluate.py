@@ -1,7 +1,9 @@
 """Score the checkpoints of configs/NAME.yaml; see scripts/evaluate.sh --help."""
 
+import html
 import json
 import logging
+import re
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,29 +12,20 @@ import torch
 from fairseq.checkpoint_utils import checkpoint_paths
 from fairseq.dataclass.configs import GenerationConfig
 from omegaconf import OmegaConf
+from sacrebleu.metrics import BLEU, CHRF
+from sacremoses import MosesDetokenizer
 
 import talk_fairseq  # noqa: F401  registers the models and patches fairseq
 from pipeline.common import command
 from pipeline.common.command import BadInput
 from pipeline.common.files import read_json, read_lines, write_json, write_lines, write_whole
-from pipeline.common.generated import read_hypotheses
+from pipeline.common.logs import read_hypotheses
 from pipeline.common.paths import ROOT
+from pipeline.recipes import config as configs
 from pipeline.recipes.average import EPOCHS, UPDATES, average_checkpoints, find_checkpoints, save
-from pipeline.recipes.config import (
-    check_options,
-    differences,
-    find_config,
-    read_config,
-    with_overrides,
-)
-from pipeline.recipes.scores import (
-    REPORTED,
-    detokenise,
-    detokenised_scores,
-    rouge_scores,
-    translation_scores,
-)
 from talk_fairseq.checkpoint_files import read_checkpoint
+from talk_fairseq.rouge import rouge
+from talk_fairseq.rouge import version as rouge_version
 
 DESCRIPTION = """\
 Scores the model of configs/NAME.yaml on the test set of its data: averages checkpoints, generates
@@ -40,10 +33,79 @@ with the row's beam and length penalty, and prints every score by the name of it
 as JSON, and the hypotheses are kept in CHECKPOINTS/evaluation.
 """
 
+# The score that the papers report of a benchmark; of others, tokenised BLEU.
+REPORTED = {
+    "wikitext103": "perplexity",
+    "wmt16_en_de": "compound_split_tokenised_bleu",
+    "wmt17_zh_en": "sacrebleu",
+    "cnn_dm": "rouge_lsum",
+}
 # What --tune tries, one key after the other; the recipe's own value comes first.
 LENPENS = [0.2, 0.4, 0.6, 0.8, 1, 1.2, 1.4, 1.6, 1.8, 2]
 AVERAGES = [1, 5, 10]
 LENGTHS = [80, 100, 120, 140, 160]
+
+
+def compound_split(line):
+    """Return a tokenised line with its compounds split, as for the published En-De scores.
+
+    ``a-b`` becomes ``a ##AT##-##AT## b`` from left to right. A character is matched once, so
+    that of ``a-b-c``, whose middle part has one, the second hyphen stays.
+    """
+    return re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line)
+
+
+def scores_by(hypotheses, references, **metrics):
+    """Return ``{name: {"score", "tool"}}`` by metrics of sacreBLEU.
+
+    Raises ValueError for other numbers of hypotheses than of references.
+    """
+    if len(hypotheses) != len(references):
+        raise ValueError(
+            f"hypotheses: expected {len(references):,}, one a reference, got {len(hypotheses):,}"
+        )
+    scores = {}
+    for name, metric in metrics.items():
+        score = metric.corpus_score(hypotheses, [references]).score
+        scores[name] = {"score": score, "tool": f"sacreBLEU {metric.get_signature()}"}
+    return scores
+
+
+def translation_scores(hypotheses, references, compounds=False):
+    """Return ``{name: {"score", "tool"}}`` of tokenised lines, with `compounds` split ones too.
+
+    The tokens are taken as they stand (``--tokenize none --force`` of sacreBLEU).
+    """
+    bleu = BLEU(tokenize="none", force=True)
+    scores = scores_by(hypotheses, references, tokenised_bleu=bleu)
+    if compounds:
+        split = [[compound_split(line) for line in lines] for lines in (hypotheses, references)]
+        scores |= scores_by(*split, compound_split_tokenised_bleu=bleu)
+    return scores
+
+
+def detokenised_scores(hypotheses, references, lowercase=False):
+    """Return ``{name: {"score", "tool"}}`` of plain text; `lowercase` for lower-cased models."""
+    metrics = {"sacrebleu": BLEU(lowercase=lowercase), "chrf": CHRF(lowercase=lowercase)}
+    return scores_by(hypotheses, references, **metrics)
+
+
+def rouge_scores(hypotheses, references):
+    """Return ``{name: {"score", "tool"}}`` of tokenised summaries, in percent.
+
+    ``" . "`` ends a sentence. Moses's escapes (``&apos;``) are undone: their letters would count
+    as a word.
+    """
+    texts = [[html.unescape(line) for line in lines] for lines in (hypotheses, references)]
+    tool = f"rouge-score {rouge_version()}, F-measure, stemming, sentences separated by ' . '"
+    scores = rouge(*texts, sentence_separator=" . ")
+    return {name: {"score": score, "tool": tool} for name, score in scores.items()}
+
+
+def detokenise(lines, language):
+    """Return Moses tokens as plain text."""
+    moses = MosesDetokenizer(language)
+    return [moses.detokenize(line.split()) for line in lines]
 
 
 def parse(arguments):
@@ -74,9 +136,6 @@ def append_result(path, result):
     write_whole(path, "[\n" + ",\n".join(lines) + "\n]\n")
 
 
-# --- The data and the checkpoints ---
-
-
 def read_prepared(name, data):
     """Return ``prepared.json`` of a data folder. Raises BadInput unless it is the config's."""
     benchmark = name.partition("/")[0]
@@ -103,7 +162,7 @@ def other_settings(given, config, folder=None):
 
     Raises BadInput if it is the run of another recipe than `given`.
     """
-    name, recipe = read_config(given)
+    name, recipe = configs.read_config(given)
     record = folder and folder / "trained.yaml"
     if record and record.exists():
         trained = OmegaConf.to_container(OmegaConf.load(record))
@@ -113,7 +172,7 @@ def other_settings(given, config, folder=None):
         # Training sets what is learnt, and evaluation what is generated.
         of_evaluation = OmegaConf.masked_copy(config, ["generation", "eval_lm"])
         config = OmegaConf.create(trained | OmegaConf.to_container(of_evaluation))
-    return {key: value for key, (_, value) in differences(recipe, config).items()}
+    return {key: value for key, (_, value) in configs.differences(recipe, config).items()}
 
 
 def recipe_average(config):
@@ -133,9 +192,9 @@ class Evaluation:
 
     def __init__(self, args):
         self.given, self.overrides = args.name, args.overrides
-        self.name, recipe = read_config(args.name)
-        self.config = with_overrides(recipe, args.overrides)
-        check_options(self.config)
+        self.name, recipe = configs.read_config(args.name)
+        self.config = configs.with_overrides(recipe, args.overrides)
+        configs.check_options(self.config)
         self.benchmark = self.name.partition("/")[0]
         self.data = Path(args.data or ROOT / "data-bin" / self.benchmark).absolute()
         self.prepared = read_prepared(self.name, self.data)
@@ -224,11 +283,11 @@ class Evaluation:
         write_lines(self.output / end, text)
         if self.benchmark == "cnn_dm":
             return rouge_scores(hypotheses, references)
-        scores = translation_scores(
-            hypotheses, references, compounds=self.reported == "compound_split_tokenised_bleu"
-        )
+        compounds = self.reported == "compound_split_tokenised_bleu"
+        scores = translation_scores(hypotheses, references, compounds)
         if plain.exists():
-            scores |= detokenised_scores(text, read_lines(plain), self.prepared["lowercase"])
+            lowercase = self.prepared["lowercase"]
+            scores |= detokenised_scores(text, read_lines(plain), lowercase)
         return scores
 
     def perplexity(self, cfg, split):
@@ -257,7 +316,7 @@ def composed(given, overrides):
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
 
-    path = find_config(given)[1]
+    path = configs.find_config(given)[1]
     initialize.hydra_init(path.stem)
     try:
         with initialize_config_dir(str(path.parent), version_base="1.1"):
@@ -266,9 +325,6 @@ def composed(given, overrides):
         raise BadInput(f"overrides: {str(error).partition(chr(10))[0]}") from None
     initialize.add_defaults(cfg)
     return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
-
-
-# --- Tuning ---
 
 
 def candidates_of(evaluation):
@@ -315,9 +371,6 @@ def tune(evaluation, settings, candidates):
             print(f"validation: {trials[-1]['score']:.2f} with {told}", file=sys.stderr)
         settings = max(trials, key=lambda trial: sign * trial["score"])["settings"]
     return settings, trials
-
-
-# --- The command ---
 
 
 def evaluate(args):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pipeline.common import command
 from pipeline.common.files import read_lines
-from pipeline.common.generated import generated_file, lines_of_kind
+from pipeline.common.logs import generated_file, lines_of_kind
 from talk_fairseq.rouge import rouge, version
 
 DESCRIPTION = """\
@@ -25,7 +25,7 @@ def read_hypotheses(path):
 
     Raises ValueError where a sentence has no hypothesis, or for text that is not UTF-8; OSError.
     """
-    path = generated_file(path) if path.is_dir() else path
+    path = generated_file(path)
     lines = read_lines(path)
     hypotheses, references = (lines_of_kind(lines, kind) for kind in "DT")
     if not path.name.startswith("generate-") and not hypotheses:
@@ -48,9 +48,8 @@ def score(hypothesis_path, reference_path=None, sentence_separator=None):
     if reference_path is not None:
         references = read_lines(reference_path)
     if references is None:
-        raise ValueError(
-            f"REFERENCES: expected a file, got none, nor T- lines in {hypothesis_path}"
-        )
+        wanted = f"expected a file, got none, nor T- lines in {hypothesis_path}"
+        raise ValueError(f"REFERENCES: {wanted}")
     scores = rouge(hypotheses, references, sentence_separator)
     return {
         "tool": "rouge-score",
@@ -63,18 +62,13 @@ def score(hypothesis_path, reference_path=None, sentence_separator=None):
 
 def table(result):
     """Return the scores for a person."""
-    lines = [
-        f"{'ROUGE-' + name:<10} {result['rouge_' + name.lower()]:.2f}"
-        for name in ("1", "2", "L", "Lsum")
-    ]
-    separator = result["sentence_separator"]
-    sentences = (
-        f"sentences separated by {separator!r}" if separator else "a summary is one sentence"
-    )
-    lines.append(
-        f"F-measures in percent of {result['summaries']:,} summaries "
-        f"({result['tool']} {result['version']}, stemming, {sentences})"
-    )
+    names = ("1", "2", "L", "Lsum")
+    lines = [f"{'ROUGE-' + name:<10} {result['rouge_' + name.lower()]:.2f}" for name in names]
+    sentences = "a summary is one sentence"
+    if separator := result["sentence_separator"]:
+        sentences = f"sentences separated by {separator!r}"
+    how = f"{result['tool']} {result['version']}, stemming, {sentences}"
+    lines.append(f"F-measures in percent of {result['summaries']:,} summaries ({how})")
     return "\n".join(lines)
 
 

@@ -13,15 +13,7 @@ from pipeline.common import command
 from pipeline.common.command import BadInput
 from pipeline.common.files import write_whole
 from pipeline.common.paths import ROOT
-from pipeline.recipes.config import (
-    HARMLESS,
-    check_options,
-    differences,
-    find_config,
-    read_config,
-    user_dir,
-    with_overrides,
-)
+from pipeline.recipes import config as configs
 
 DESCRIPTION = """\
 Trains the model of configs/NAME.yaml on the CPU, on one GPU, several, or several nodes. The batch
@@ -29,7 +21,7 @@ of an update is the recipe's on any number of devices. Run it again to resume.
 """
 
 # What may change when a run goes on.
-MAY_CHANGE = HARMLESS | {
+MAY_CHANGE = configs.HARMLESS | {
     "checkpoint.keep_last_epochs",
     "optimization.max_epoch",
     "optimization.max_update",
@@ -60,7 +52,8 @@ def check_folder(save_dir, trained):
     """Raise BadInput if `save_dir` holds the run of another config than `trained`."""
     record = save_dir / "trained.yaml"
     if record.exists():
-        for key, (before, here) in differences(OmegaConf.load(record), trained, MAY_CHANGE).items():
+        others = configs.differences(OmegaConf.load(record), trained, MAY_CHANGE)
+        for key, (before, here) in others.items():
             raise BadInput(
                 f"--save-dir: expected a run of the same config in {save_dir}, got one with "
                 f"{key} {before}, not {here}; choose another folder"
@@ -131,10 +124,10 @@ def hydra_value(value):
 
 def plan(args):
     """Return ``(command, environment, folder, record of the run)``. Raises BadInput."""
-    name, recipe = read_config(args.name)
-    config = with_overrides(recipe, args.overrides)
+    name, recipe = configs.read_config(args.name)
+    config = configs.with_overrides(recipe, args.overrides)
     if args.overrides or not args.dry_run:
-        check_options(config)
+        configs.check_options(config)
     on_cpu, devices = choose_devices(args, recipe, config)
     if args.nodes > 1 and not args.rendezvous:
         raise BadInput("--rendezvous: expected HOST[:PORT] with --nodes, got none")
@@ -151,7 +144,7 @@ def plan(args):
         check_folder(save_dir, trained)
 
     options = {
-        "common.user_dir": user_dir(config),
+        "common.user_dir": configs.user_dir(config),
         "common.tensorboard_logdir": save_dir / "tensorboard",
         "task.data": data,
         "checkpoint.save_dir": save_dir,
@@ -199,7 +192,7 @@ def plan(args):
         if args.restarts:
             meeting += ["--max-restarts", args.restarts]
         words = [programs / "torchrun", *meeting, "--nproc-per-node", devices, *words]
-    path = find_config(args.name)[1]
+    path = configs.find_config(args.name)[1]
     words += ["--config-dir", path.parent, "--config-name", path.stem]
     given = [override.lstrip("+").partition("=")[::2] for override in args.overrides]
     words += [f"++{key}={hydra_value(value)}" for key, value in [*options.items(), *given]]
