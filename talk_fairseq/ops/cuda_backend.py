@@ -32,13 +32,13 @@ _ARGUMENTS = {
     "talk_conv.cu": struct_of("talk_conv.cu", "Problem"),
     "short_conv.cu": struct_of("short_conv.cu", "ShortProblem"),
 }
-_COUNTERS = ("starts",)  # workspace that is 0 at first; the other holds anything
+_COUNTERS = "starts"  # workspace that is 0 at first; the other holds anything
 
 _MODULES = {}
 if cupy is not None:
     _MODULES = {
         (file, dtype): cupy.RawModule(code=source(file), options=compile_options(dtype))
-        for file in ("talk_conv.cu", "short_conv.cu")
+        for file in _ARGUMENTS
         for dtype in NAMES.values()
     }
 
@@ -57,10 +57,8 @@ def forward_with(device, x, offset_left, offset_right, max_left, max_right):
     Offsets are in x's dtype, or in float32 beside a float16 or bfloat16 `x`.
     """
     out = _empty_like(x)
-    launch = _pass(
-        plan_forward, device, x.dtype, x.data_ptr() % 16 == 0, *x.shape, offset_left.shape[2],
-        max_left, max_right, offset_left.dtype is torch.float32,
-    )  # fmt: skip
+    sizes = *x.shape, offset_left.shape[2], max_left, max_right, offset_left.dtype is torch.float32
+    launch = _pass(plan_forward, device, x.dtype, x.data_ptr() % 16 == 0, *sizes)
     launch(x=x, offset_left=offset_left, offset_right=offset_right, out=out)
     return out
 
@@ -72,10 +70,9 @@ def backward_with(device, dout, x, offset_left, offset_right, max_left, max_righ
     """
     dx, d_left = _empty_like(x), _empty_like(offset_left)
     d_right = None if offset_right is None else _empty_like(offset_right)
-    launch = _pass(
-        plan_backward, device, x.dtype, (x.data_ptr() | dout.data_ptr()) % 16 == 0, *x.shape,
-        offset_left.shape[2], max_left, max_right, offset_left.dtype is torch.float32,
-    )  # fmt: skip
+    sizes = *x.shape, offset_left.shape[2], max_left, max_right, offset_left.dtype is torch.float32
+    aligned = (x.data_ptr() | dout.data_ptr()) % 16 == 0
+    launch = _pass(plan_backward, device, x.dtype, aligned, *sizes)
     launch(
         x=x, dout=dout, offset_left=offset_left, offset_right=offset_right, out=dx,
         d_offset_left=d_left, d_offset_right=d_right,
@@ -89,13 +86,10 @@ def update_with(device, x, offset_left, sums, origin, steps, max_left):
     `sums` and `origin` are those of a TaLKConvState; the new steps are written into them.
     """
     out = _empty_like(x)
-    launch = _pass(
-        plan_update, device, x.dtype, x.data_ptr() % 16 == 0, *x.shape, offset_left.shape[2],
-        max_left, *sums.shape[:2], offset_left.dtype is torch.float32,
-    )  # fmt: skip
-    launch(
-        x, ("steps", steps), offset_left=offset_left, sums=sums, origin=origin, out=out,
-    )  # fmt: skip
+    sizes = *x.shape, offset_left.shape[2], max_left, *sums.shape[:2]
+    float32_offsets = offset_left.dtype is torch.float32
+    launch = _pass(plan_update, device, x.dtype, x.data_ptr() % 16 == 0, *sizes, float32_offsets)
+    launch(x=x, steps=steps, offset_left=offset_left, sums=sums, origin=origin, out=out)
     return out
 
 
@@ -131,19 +125,15 @@ class _Pass:
         self._launches = [
             device.launcher(plan.file, NAMES[dtype], *launch) for launch in plan.launches
         ]
-        self._workspace = [
-            (field, _zeros if field in _COUNTERS else _empty, count * kind.itemsize)
-            for field, (count, kind) in plan.workspace.items()
-        ]
+        self._workspace = {
+            field: count * kind.itemsize for field, (count, kind) in plan.workspace.items()
+        }
         # Arguments that no call is filling in: each takes one out, and puts it back when a launch
         # has copied it.
         self._idle = []
 
-    def __call__(self, x, number=None, **tensors):
-        """Launch on tensors by field of the argument (None is a null pointer).
-
-        `number`: a field of it that differs from call to call, and what it holds.
-        """
+    def __call__(self, x, **fields):
+        """Launch with these fields of the argument: tensors, None (a null pointer) and numbers."""
         try:
             argument, parameters, address = self._idle.pop()
         except IndexError:
@@ -151,21 +141,18 @@ class _Pass:
             parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
             address = ctypes.addressof(parameters)
         argument.x = x.data_ptr()
-        for field, tensor in tensors.items():
-            setattr(argument, field, None if tensor is None else tensor.data_ptr())
-        if number:
-            setattr(argument, *number)
-        pieces = [make(size, x.device) for _, make, size in self._workspace]
-        for (field, _, _), piece in zip(self._workspace, pieces):
+        for field, value in fields.items():
+            plain = value is None or type(value) is int
+            setattr(argument, field, value if plain else value.data_ptr())
+        pieces = {field: _empty(size, x.device) for field, size in self._workspace.items()}
+        for field, piece in pieces.items():
             setattr(argument, field, piece.data_ptr())
+        if _COUNTERS in pieces:
+            pieces[_COUNTERS].zero_()
         for launch in self._launches:
             launch(address)
         del pieces  # whose memory the kernels, launched before, have to themselves
         self._idle.append((argument, parameters, address))
-
-
-def _zeros(size, device):
-    return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
 def _empty(size, device):
