@@ -102,16 +102,12 @@ def reject_integers_as_parameters(original, self, state_dict, *args, **kwargs):
     def check(_, given, prefix, local_metadata, strict, missing, unexpected, errors):
         for name, parameter in self.named_parameters(remove_duplicate=False):
             value = given.get(name)
-            if not isinstance(value, torch.Tensor) or value.is_floating_point():
-                continue
-            if parameter.is_floating_point():
+            integers = isinstance(value, torch.Tensor) and not value.is_floating_point()
+            if integers and parameter.is_floating_point():
                 errors.append(f"dtype mismatch for {name}: {value.dtype}, not {parameter.dtype}.")
 
-    hook = self.register_load_state_dict_pre_hook(check)
-    try:
+    with self.register_load_state_dict_pre_hook(check):
         return original(self, state_dict, *args, **kwargs)
-    finally:
-        hook.remove()
 
 
 @patches(fairseq.checkpoint_utils, "_upgrade_state_dict")

@@ -84,9 +84,7 @@ def embeddings_cut(model, probability):
         raise ValueError(
             f"criterion: expected embed_tokens in encoder and decoder for SimCut, got {error}"
         ) from None
-    hooks = [table.register_forward_hook(cut) for table in tables]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for table in tables:
+            hooks.enter_context(table.register_forward_hook(cut))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -24,27 +24,14 @@ class EncoderAttention(MultiheadAttention):
         """Note whether the generator reads weights: fairseq's decoder asks for them in any case."""
         self.need_attn = need_attn
 
-    def forward(
-        self,
-        query,
-        key,
-        value,
-        key_padding_mask=None,
-        incremental_state=None,
-        need_weights=True,
-        static_kv=False,
-        attn_mask=None,
-        before_softmax=False,
-        need_head_weights=False,
-    ):
+    def forward(self, query, key, value, key_padding_mask=None, incremental_state=None, **options):
         """Return the output (T, k N, C), and the weights (k N, T, S), (H, k N, T, S), or None."""
-        if incremental_state is None or before_softmax:
+        if incremental_state is None or options.get("before_softmax"):
             return super().forward(
-                query, key, value, key_padding_mask, incremental_state, need_weights, static_kv,
-                attn_mask, before_softmax, need_head_weights,
-            )  # fmt: skip
-        need_head_weights = need_head_weights and self.need_attn
-        need_weights = need_weights and self.need_attn
+                query, key, value, key_padding_mask, incremental_state, **options
+            )
+        need_head_weights = self.need_attn and options.get("need_head_weights", False)
+        need_weights = self.need_attn and options.get("need_weights", True)
         T, B, C = query.shape
         H, R = self.num_heads, self.head_dim
         state = self._get_input_buffer(incremental_state)

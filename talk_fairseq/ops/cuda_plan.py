@@ -10,12 +10,8 @@ import torch
 
 from talk_fairseq.ops.kernel_source import constants
 
-NAMES = {
-    torch.float64: "float64",
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES}
 
 _CONSTANTS = constants("talk_conv.cu")
 _LANES, _LONG_LANES = _CONSTANTS["LANES"], _CONSTANTS["LONG_LANES"]

@@ -20,12 +20,8 @@ def talk_conv(x, offset_left, offset_right, max_left, max_right):
         out[t] = sum of x over [t - u_l, t + u_r] / (max_left + max_right + 1)
 
     where a token that an end cuts counts by the part inside, and ends stop at the sequence's.
-    Time and memory are linear in T, whatever the windows, as long as offsets are not far above 1.
-    On a CPU, larger windows do not change the time, and a thread keeps as many rows as the longest
-    has. On a GPU with 227 KiB of shared memory for a block, windows of more than about 1,500 tokens
-    on either side (800 in float16 and bfloat16) also need prefix sums in memory, 4.4 bytes for each
-    element of x (8.5 in float64); in the backward pass, windows of more than about 115 tokens on
-    either side need 52 bytes (68) for each time step and head.
+    Time and memory are linear in T, whatever the windows, as long as offsets are not far above 1;
+    docs/operator.md says how much memory, and README.md has the same as a weighted sum.
 
     Args:
         x: (T, B, C) in float64, float32, float16 or bfloat16; any strides.
@@ -44,15 +40,6 @@ def talk_conv(x, offset_left, offset_right, max_left, max_right):
         TypeError: an argument is not a tensor (or an int) of an expected dtype.
         ValueError: shapes or devices do not match, H does not divide C, a window is negative,
             or ``TALK_CONV_BACKEND`` (reference, cpu, cuda) names a backend that cannot take `x`.
-
-    Equivalent to a weight for each pair of time steps, which is never built::
-
-        t, j = torch.arange(T)[:, None, None, None], torch.arange(T)
-        a_l = (t - offset_left[..., None] * max_left).clamp(min=0)
-        a_r = (t + offset_right[..., None] * max_right).clamp(max=T - 1)
-        weight = (a_r - j + 1).clamp(0, 1) - (a_l - j).clamp(0, 1)  # (T, B, H, T)
-        out = torch.einsum("tbhj,jbhr->tbhr", weight, x.view(T, B, H, C // H))
-        out = out.reshape(T, B, C) / (max_left + max_right + 1)
     """
     _validate(x, offset_left, offset_right, max_left, max_right)
     if backend_name(x) == "reference":
