@@ -15,18 +15,14 @@ import fairseq.trainer
 import torch
 from fairseq.file_io import PathManager
 
-from talk_fairseq.checkpoint_files import (
-    allow_checkpoint_types,
-    naming,
-    read_checkpoint,
-    whole_file,
-)
+from talk_fairseq import checkpoint_files
+from talk_fairseq.checkpoint_files import naming, whole_file
 from talk_fairseq.compat.patching import overlay, patches
 from talk_fairseq.models import released
 
 # --- Reading ---
 
-allow_checkpoint_types()
+checkpoint_files.allow_checkpoint_types()
 
 # Without it: a truncated or foreign checkpoint fails with ``OSError: Invalid argument``, pickle's
 # ``Unsupported operand``, zip's ``failed finding central directory`` or ``KeyError: 'best_loss'``.
@@ -34,7 +30,7 @@ allow_checkpoint_types()
 overlay(
     fairseq.checkpoint_utils,
     "torch",
-    load=lambda file, map_location="cpu", **_: read_checkpoint(file, map_location),
+    load=lambda file, map_location="cpu", **_: checkpoint_files.read_checkpoint(file, map_location),
 )
 
 # Unpickles without a list of safe types what comes from this very job; this module of fairseq reads

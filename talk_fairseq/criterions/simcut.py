@@ -8,18 +8,14 @@ import contextlib
 from dataclasses import dataclass
 
 import torch
-from fairseq.criterions import register_criterion
-from fairseq.criterions.label_smoothed_cross_entropy import (
-    LabelSmoothedCrossEntropyCriterion,
-    LabelSmoothedCrossEntropyCriterionConfig,
-)
+from fairseq.criterions import label_smoothed_cross_entropy, register_criterion
 from torch.nn import functional as F
 
 from talk_fairseq.models.config import option
 
 
 @dataclass
-class SimCutConfig(LabelSmoothedCrossEntropyCriterionConfig):
+class SimCutConfig(label_smoothed_cross_entropy.LabelSmoothedCrossEntropyCriterionConfig):
     """The options of fairseq's label smoothing, and these."""
 
     simcut_alpha: float = option(3.0, "weight of the divergence; 0 is label smoothing alone")
@@ -27,7 +23,7 @@ class SimCutConfig(LabelSmoothedCrossEntropyCriterionConfig):
 
 
 @register_criterion("label_smoothed_cross_entropy_with_simcut", dataclass=SimCutConfig)
-class SimCutCriterion(LabelSmoothedCrossEntropyCriterion):
+class SimCutCriterion(label_smoothed_cross_entropy.LabelSmoothedCrossEntropyCriterion):
     """Label-smoothed cross-entropy + simcut_alpha * KL(p(· | x, y) || p(· | x_cut, y_cut)).
 
     That is the paper's L_ce + alpha L_simkl: the cross-entropy is that of the whole sentences, and

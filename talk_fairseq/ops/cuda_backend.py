@@ -13,14 +13,7 @@ import threading
 
 import torch
 
-from talk_fairseq.ops.cuda_plan import (
-    NAMES,
-    plan_backward,
-    plan_forward,
-    plan_short_backward,
-    plan_short_forward,
-    plan_update,
-)
+from talk_fairseq.ops import cuda_plan
 from talk_fairseq.ops.kernel_source import compile_options, source, struct_of
 
 try:
@@ -39,7 +32,7 @@ if cupy is not None:
     _MODULES = {
         (file, dtype): cupy.RawModule(code=source(file), options=compile_options(dtype))
         for file in _ARGUMENTS
-        for dtype in NAMES.values()
+        for dtype in cuda_plan.NAMES.values()
     }
 
 
@@ -58,7 +51,7 @@ def forward_with(device, x, offset_left, offset_right, max_left, max_right):
     """
     out = _empty_like(x)
     sizes = *x.shape, offset_left.shape[2], max_left, max_right, offset_left.dtype is torch.float32
-    launch = _pass(plan_forward, device, x.dtype, x.data_ptr() % 16 == 0, *sizes)
+    launch = _pass(cuda_plan.plan_forward, device, x.dtype, x.data_ptr() % 16 == 0, *sizes)
     launch(x=x, offset_left=offset_left, offset_right=offset_right, out=out)
     return out
 
@@ -72,7 +65,7 @@ def backward_with(device, dout, x, offset_left, offset_right, max_left, max_righ
     d_right = None if offset_right is None else _empty_like(offset_right)
     sizes = *x.shape, offset_left.shape[2], max_left, max_right, offset_left.dtype is torch.float32
     aligned = (x.data_ptr() | dout.data_ptr()) % 16 == 0
-    launch = _pass(plan_backward, device, x.dtype, aligned, *sizes)
+    launch = _pass(cuda_plan.plan_backward, device, x.dtype, aligned, *sizes)
     launch(
         x=x, dout=dout, offset_left=offset_left, offset_right=offset_right, out=dx,
         d_offset_left=d_left, d_offset_right=d_right,
@@ -86,9 +79,10 @@ def update_with(device, x, offset_left, sums, origin, steps, max_left):
     `sums` and `origin` are those of a TaLKConvState; the new steps are written into them.
     """
     out = _empty_like(x)
-    sizes = *x.shape, offset_left.shape[2], max_left, *sums.shape[:2]
+    L, columns, _ = sums.shape
     float32_offsets = offset_left.dtype is torch.float32
-    launch = _pass(plan_update, device, x.dtype, x.data_ptr() % 16 == 0, *sizes, float32_offsets)
+    sizes = *x.shape, offset_left.shape[2], max_left, L, columns, float32_offsets
+    launch = _pass(cuda_plan.plan_update, device, x.dtype, x.data_ptr() % 16 == 0, *sizes)
     launch(x=x, steps=steps, offset_left=offset_left, sums=sums, origin=origin, out=out)
     return out
 
@@ -97,7 +91,8 @@ def short_forward_with(device, x, weight, left):
     """Return the short convolution of `x` (T, B, C) with `weight` (K, C), both of one dtype."""
     out = _empty_like(x)
     aligned = (x.data_ptr() | weight.data_ptr()) % 16 == 0
-    launch = _pass(plan_short_forward, device, x.dtype, aligned, *x.shape, len(weight), left)
+    sizes = *x.shape, len(weight), left
+    launch = _pass(cuda_plan.plan_short_forward, device, x.dtype, aligned, *sizes)
     launch(x=x, weight=weight, out=out)
     return out
 
@@ -106,7 +101,8 @@ def short_backward_with(device, dout, x, weight, left):
     """Return its gradients ``(dx, d_weight)``; the same bits at every run."""
     dx, d_weight = _empty_like(x), _empty_like(weight)
     aligned = (x.data_ptr() | weight.data_ptr() | dout.data_ptr()) % 16 == 0
-    launch = _pass(plan_short_backward, device, x.dtype, aligned, *x.shape, len(weight), left)
+    sizes = *x.shape, len(weight), left
+    launch = _pass(cuda_plan.plan_short_backward, device, x.dtype, aligned, *sizes)
     launch(x=x, dout=dout, weight=weight, out=dx, d_weight=d_weight)
     return dx, d_weight
 
@@ -123,7 +119,7 @@ class _Pass:
     def __init__(self, device, dtype, plan):
         self._argument = functools.partial(_ARGUMENTS[plan.file], **plan.sizes)
         self._launches = [
-            device.launcher(plan.file, NAMES[dtype], *launch) for launch in plan.launches
+            device.launcher(plan.file, cuda_plan.NAMES[dtype], *launch) for launch in plan.launches
         ]
         self._workspace = {
             field: count * kind.itemsize for field, (count, kind) in plan.workspace.items()
