@@ -57,10 +57,7 @@ def forward(x, offset_left, offset_right, max_left, max_right):
 
 
 def backward(dout, x, offset_left, offset_right, max_left, max_right):
-    """Return the gradients ``(dx, d_offset_left, d_offset_right)``, each in its argument's dtype.
-
-    ``d_offset_right`` is None where ``offset_right`` is.
-    """
+    """Return ``(dx, d_offset_left, d_offset_right)``, the last of which is None when causal."""
     rows = _arithmetic(x)
     dx = _fresh_like(rows)
     d_left = torch.empty_like(offset_left, dtype=rows.dtype)
@@ -69,11 +66,8 @@ def backward(dout, x, offset_left, offset_right, max_left, max_right):
         _kernels().backward, rows, offset_left, offset_right, max_left, max_right,
         _array(_arithmetic(dout)), max_left, max_right, dx.numpy(), d_left.numpy(), d_right.numpy(),
     )  # fmt: skip
-    return (
-        dx.to(x.dtype),
-        d_left.to(offset_left.dtype),
-        None if offset_right is None else d_right.to(offset_right.dtype),
-    )
+    d_right = None if offset_right is None else d_right.to(offset_right.dtype)
+    return dx.to(x.dtype), d_left.to(offset_left.dtype), d_right
 
 
 def update(x, offset_left, sums, origin, steps, max_left):
@@ -84,15 +78,9 @@ def update(x, offset_left, sums, origin, steps, max_left):
     B = x.shape[1]
     rows = _arithmetic(x)
     out = torch.empty_like(rows, requires_grad=False)
-    arguments = [
-        _array(rows),
-        _array(_arithmetic(offset_left)),
-        _array(sums),
-        _NO_ORIGIN if origin is None else origin.numpy(),
-        steps,
-        max_left,
-        out.numpy(),
-    ]
+    arrays = map(_array, (rows, _arithmetic(offset_left), sums))
+    origin = _NO_ORIGIN if origin is None else origin.numpy()
+    arguments = *arrays, origin, steps, max_left, out.numpy()
     threads = min(torch.get_num_threads(), B) if x.numel() >= _SERIAL_STEPS else 1
     if threads == 1:
         _kernels().update(*arguments, 0, B)

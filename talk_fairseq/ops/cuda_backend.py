@@ -107,16 +107,14 @@ def short_backward_with(device, dout, x, weight, left):
     return dx, d_weight
 
 
-@functools.lru_cache(maxsize=4096)
-def _pass(plan, device, dtype, aligned, *sizes):
-    """`aligned`: do the tensors' addresses allow several channels to be moved at a time?"""
-    return _Pass(device, dtype, plan(dtype, aligned, device.shared_memory, *sizes))
-
-
 class _Pass:
-    """A plan that is ready for calls of the same sizes: each fills in addresses, and launches."""
+    """A plan that is ready for calls of the same sizes: each fills in addresses, and launches.
 
-    def __init__(self, device, dtype, plan):
+    `aligned`: do the tensors' addresses allow several channels to be moved at a time?
+    """
+
+    def __init__(self, plan, device, dtype, aligned, *sizes):
+        plan = plan(dtype, aligned, device.shared_memory, *sizes)
         self._argument = functools.partial(_ARGUMENTS[plan.file], **plan.sizes)
         self._launches = [
             device.launcher(plan.file, cuda_plan.NAMES[dtype], *launch) for launch in plan.launches
@@ -149,6 +147,9 @@ class _Pass:
             launch(address)
         del pieces  # whose memory the kernels, launched before, have to themselves
         self._idle.append((argument, parameters, address))
+
+
+_pass = functools.lru_cache(maxsize=4096)(_Pass)
 
 
 def _empty(size, device):
