@@ -5,9 +5,7 @@ import os
 import sys
 import warnings
 
-import fairseq.criterions.adaptive_loss
 import fairseq.distributed.utils
-import fairseq.models
 import fairseq.nan_detector
 import fairseq.trainer
 import fairseq.utils
@@ -59,7 +57,7 @@ fairseq.trainer.NanDetector = NanDetector
 # --- Processes ---
 
 
-@patches(fairseq.criterions.adaptive_loss.AdaptiveLoss, "build_criterion")
+@patches("fairseq.criterions.adaptive_loss.AdaptiveLoss", "build_criterion")
 def allow_adaptive_loss_in_one_process(original, cls, cfg, task):
     """Build ``--criterion adaptive_loss`` in one process with any ``--ddp-backend``.
 
@@ -71,7 +69,7 @@ def allow_adaptive_loss_in_one_process(original, cls, cfg, task):
     return original(cls, cfg, task)
 
 
-@patches(fairseq.models, "DistributedFairseqModel")
+@patches("fairseq.models", "DistributedFairseqModel")
 def require_legacy_ddp_for_layerdrop(original, args, model, *more, **kwargs):
     """Raise ValueError for ``--encoder-layerdrop`` in several processes without legacy_ddp.
 
