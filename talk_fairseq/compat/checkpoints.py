@@ -1,10 +1,10 @@
 """Patches of fairseq's checkpoints: read without running code, named in errors, written whole."""
 
-import functools
 import os
 import shutil
 import tarfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,8 +13,6 @@ from talk_fairseq import checkpoint_files
 from talk_fairseq.checkpoint_files import naming, whole_file
 from talk_fairseq.compat.patching import overlay, patches
 from talk_fairseq.models import released
-
-# --- Reading ---
 
 checkpoint_files.allow_checkpoint_types()
 
@@ -29,9 +27,7 @@ overlay(
 
 # Unpickles without a list of safe types what comes from this very job; this module of fairseq reads
 # no files. Without it: when several processes resume, all but one refuse what the first sends.
-overlay(
-    "fairseq.distributed.utils", "torch", load=functools.partial(torch.load, weights_only=False)
-)
+overlay("fairseq.distributed.utils", "torch", load=partial(torch.load, weights_only=False))
 
 
 @patches("fairseq.checkpoint_utils", "load_checkpoint_to_cpu")
@@ -110,9 +106,6 @@ def translate_published_options(original, state):
     checkpoint, and the model silently gets the windows of our arch instead of its own.
     """
     return original(released.upgrade(state))
-
-
-# --- Writing ---
 
 
 @patches("fairseq.checkpoint_utils", "torch_persistent_save")

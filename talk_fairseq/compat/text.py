@@ -75,9 +75,6 @@ def check_corpora_first(original, args):
     return original(args)
 
 
-# --- Lengths ---
-
-
 @patches("fairseq.tasks.fairseq_task.FairseqTask", "filter_indices_by_size")
 def name_flags_that_limit_lengths(original, self, *args, **kwargs):
     """Name the flags to raise where a sentence is over the maximum length.

@@ -14,8 +14,6 @@ from fairseq.modules import LayerDropModuleList
 
 from talk_fairseq.compat.patching import patches, patches_command
 
-# --- Where NaN began ---
-
 
 class NanDetector(fairseq.nan_detector.NanDetector):
     """fairseq's search for the module where NaN began, which ends the training with what it found.
@@ -54,9 +52,6 @@ class NanDetector(fairseq.nan_detector.NanDetector):
 fairseq.trainer.NanDetector = NanDetector
 
 
-# --- Processes ---
-
-
 @patches("fairseq.criterions.adaptive_loss.AdaptiveLoss", "build_criterion")
 def allow_adaptive_loss_in_one_process(original, cls, cfg, task):
     """Build ``--criterion adaptive_loss`` in one process with any ``--ddp-backend``.
@@ -85,9 +80,6 @@ def require_legacy_ddp_for_layerdrop(original, args, model, *more, **kwargs):
             f"--decoder-layerdrop) in several processes, got {args.ddp_backend}"
         )
     return original(args, model, *more, **kwargs)
-
-
-# --- Runs ---
 
 
 @patches_command("train", "train")

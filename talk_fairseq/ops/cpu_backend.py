@@ -197,10 +197,8 @@ def _run(kernel, rows, offset_left, offset_right, max_left, max_right, *argument
 
 def _share(work, threads):
     """Call `work` on 0 to `threads` - 1, each in a thread."""
-    others = []
+    others = ()
     if threads > 1:
-        pool = _pool(os.getpid(), torch.get_num_threads())
-        others = [pool.submit(work, index) for index in range(1, threads)]
+        others = _pool(os.getpid(), torch.get_num_threads()).map(work, range(1, threads))
     work(0)
-    for other in others:
-        other.result()
+    list(others)  # which waits, and raises what one of them has

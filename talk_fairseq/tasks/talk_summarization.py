@@ -4,11 +4,10 @@ docs/own_data.md has the commands to prepare, train, generate and score. fairseq
 task's options from its flags, not from the checkpoint.
 """
 
-import dataclasses
 import json
 import logging
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Optional  # fairseq does not read `str | None`
 
@@ -78,8 +77,6 @@ class TaLKSummarizationTask(TranslationTask):
         src_lengths = [len(tokens) for tokens in src_tokens]
         return super().build_dataset_for_inference(src_tokens, src_lengths, **kwargs)
 
-    # Generation
-
     def build_generator(self, models, args, seq_gen_cls=None, extra_gen_cls_kwargs=None, **kwargs):
         """Return fairseq's generator, or with ``stepwise_lenpen`` our own.
 
@@ -94,8 +91,6 @@ class TaLKSummarizationTask(TranslationTask):
                     raise ValueError(f"stepwise_lenpen: expected no {other} beside it")
             seq_gen_cls = seq_gen_cls or StepwiseLengthPenaltyGenerator
         return super().build_generator(models, args, seq_gen_cls, extra_gen_cls_kwargs, **kwargs)
-
-    # Validation
 
     def build_model(self, cfg, from_checkpoint=False):
         """Build the model, and with ``eval_rouge`` the generator that validation uses."""
@@ -158,7 +153,7 @@ def generation_options(text):
         options = None
     if not isinstance(options, dict):
         raise ValueError(f"eval_rouge_args: expected a JSON object, got {text!r}")
-    known = {option.name for option in dataclasses.fields(GenerationConfig)}
+    known = {option.name for option in fields(GenerationConfig)}
     for name in options.keys() - known:
         raise ValueError(f"eval_rouge_args: expected options of generation, got {name!r}")
     return options
