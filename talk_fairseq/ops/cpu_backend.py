@@ -78,9 +78,9 @@ def update(x, offset_left, sums, origin, steps, max_left):
     B = x.shape[1]
     rows = _arithmetic(x)
     out = torch.empty_like(rows, requires_grad=False)
-    arrays = map(_array, (rows, _arithmetic(offset_left), sums))
+    rows, offsets, sums = _array(rows), _array(_arithmetic(offset_left)), _array(sums)
     origin = _NO_ORIGIN if origin is None else origin.numpy()
-    arguments = *arrays, origin, steps, max_left, out.numpy()
+    arguments = rows, offsets, sums, origin, steps, max_left, out.numpy()
     threads = min(torch.get_num_threads(), B) if x.numel() >= _SERIAL_STEPS else 1
     if threads == 1:
         _kernels().update(*arguments, 0, B)

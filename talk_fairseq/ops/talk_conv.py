@@ -9,6 +9,7 @@ from talk_fairseq.ops.reference import talk_conv_reference, talk_conv_update_ref
 from talk_fairseq.ops.state import TaLKConvState
 
 _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_INTEGERS = (int, torch.SymInt, np.integer)
 
 
 def talk_conv(x, offset_left, offset_right, max_left, max_right):
@@ -75,9 +76,6 @@ def talk_conv_update(x, offset_left, state, max_left):
     Raises:
         TypeError, ValueError: as :func:`talk_conv`; TypeError for a `state` of another type,
             ValueError for one of other sequences, channels, device or dtype.
-
-    Equivalent to ``talk_conv(xs, offsets, None, max_left, 0)[-S:]`` with `xs` and `offsets` of all
-    the steps so far.
     """
     _validate(x, offset_left, None, max_left, 0)
     if not isinstance(state, TaLKConvState):
@@ -95,35 +93,27 @@ def talk_conv_update_unchecked(x, offset_left, state, max_left):
         raise ValueError(f"state: expected device {x.device} as of x, got {sums.device}")
     if (sums.dtype == torch.float64) != (x.dtype == torch.float64):
         raise ValueError(f"state: expected one for {x.dtype} as of x, got {sums.dtype}")
-    backend = backend_name(x)
-    if (
-        torch.compiler.is_compiling()
+    plain = (
+        backend_name(x) == "reference"
+        or torch.compiler.is_compiling()
         or transforms_are_active()
         or forward_ad._current_level >= 0
         or torch.is_grad_enabled()
         and (x.requires_grad or offset_left.requires_grad or sums.requires_grad)
-    ):
-        backend = "reference"
-    if S > 1 or backend == "reference":
+    )
+    if S > 1 or plain:
         # A step of one sequence may overwrite what another still has to read in a later one.
         state.settle()
-    if backend == "reference":
-        out, state.sums = talk_conv_update_reference(
-            x, offset_left, state.sums, state.steps, max_left
-        )
+    sums, steps = state.sums, state.steps
+    if plain:
+        out, state.sums = talk_conv_update_reference(x, offset_left, sums, steps, max_left)
     elif x.numel() == 0:
         out = torch.empty_like(x)
     else:
         if offset_left.dtype != x.dtype:
             offset_left = offset_left.to(torch.float32 if x.dtype.itemsize == 2 else x.dtype)
-        out = backend_of(x).update(
-            x.contiguous(),
-            offset_left.contiguous(),
-            state.sums,
-            state.origin,
-            state.steps,
-            max_left,
-        )
+        x, offset_left = x.contiguous(), offset_left.contiguous()
+        out = backend_of(x).update(x, offset_left, sums, state.origin, steps, max_left)
     state.advance(S)
     return out
 
@@ -138,8 +128,11 @@ def _validate(x, offset_left, offset_right, max_left, max_right):
     _check_tensor("offset_left", offset_left, "(T, B, H)", device)
     if offset_right is not None:
         _check_tensor("offset_right", offset_right, "(T, B, H)", device)
-    _check_window("max_left", max_left)
-    _check_window("max_right", max_right)
+    for name, size in (("max_left", max_left), ("max_right", max_right)):
+        if type(size) is not int and (type(size) is bool or not isinstance(size, _INTEGERS)):
+            raise TypeError(f"{name}: expected an int, got {type(size).__name__} {size!r}")
+        if not 0 <= size < 2**31:
+            raise ValueError(f"{name}: expected a window of 0 to 2^31 - 1 tokens, got {size}")
     T, B, C = x.shape
     rows, sequences, H = heads = offset_left.shape
     if rows != T or sequences != B:
@@ -170,13 +163,6 @@ def _check_tensor(name, tensor, layout, device=None):
         raise ValueError(f"{name}: expected shape {layout}, got {tuple(tensor.shape)}")
     if device is not None and tensor.device != device:
         raise ValueError(f"{name}: expected device {device} as of x, got {tensor.device}")
-
-
-def _check_window(name, size):
-    if type(size) is not int and not isinstance(size, (torch.SymInt, np.integer)):
-        raise TypeError(f"{name}: expected an int, got {type(size).__name__} {size!r}")
-    if not 0 <= size < 2**31:
-        raise ValueError(f"{name}: expected a window of 0 to 2^31 - 1 tokens, got {size}")
 
 
 _forward = register(
