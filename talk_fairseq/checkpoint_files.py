@@ -16,8 +16,6 @@ import fairseq.distributed.utils
 import numpy as np
 import torch
 
-# --- Reading checkpoints ---
-
 
 class PlainDtype:
     """The type of numpy's numbers in a checkpoint.
@@ -167,9 +165,6 @@ def naming(path):
         raise kind(f"{path} cannot be loaded: {reason}") from error
 
 
-# --- Writing files ---
-
-
 @contextlib.contextmanager
 def whole_file(path):
     """Open a binary file that is ``<path>.tmp`` until the block ends, and then ``path``.
@@ -194,8 +189,6 @@ def whole_file(path):
     finally:
         os.close(folder)
 
-
-# --- Options that are Python literals ---
 
 EXPRESSION = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Load, ast.UnaryOp)
 EXPRESSION += (ast.UAdd, ast.USub, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv)

@@ -72,12 +72,8 @@ def join_torchrun_on_cpu(original, cfg, *args, **kwargs):
     at least 1, for the number of processes, and never looks at torchrun's variables.
     """
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if (
-        torch.cuda.is_available()
-        or processes == 1
-        or "MASTER_ADDR" not in os.environ
-        or cfg.distributed_init_method is not None
-    ):
+    started = processes > 1 and "MASTER_ADDR" in os.environ
+    if torch.cuda.is_available() or not started or cfg.distributed_init_method is not None:
         return original(cfg, *args, **kwargs)
     cfg.distributed_init_method = "env://"
     cfg.distributed_world_size = processes

@@ -6,7 +6,6 @@ import traceback
 from pathlib import Path
 
 import fairseq.dataclass.utils
-import fairseq.models
 import torch
 from fairseq.models import ARCH_MODEL_REGISTRY, FairseqMultiModel
 from omegaconf import OmegaConf

@@ -89,11 +89,9 @@ def leave_finished_runs_alone(original, cfg, trainer, task, epoch_itr):
     Without it: each time it is started again, it makes one update more and saves it; the
     parameters are then not those that it ended with.
     """
-    most = cfg.optimization.max_update
-    if most and trainer.get_num_updates() >= most:
-        logging.getLogger("fairseq_cli.train").info(
-            "finished: %d of --max-update %d", trainer.get_num_updates(), most
-        )
+    most, done = cfg.optimization.max_update, trainer.get_num_updates()
+    if most and done >= most:
+        logging.getLogger("fairseq_cli.train").info("finished: %d of --max-update %d", done, most)
         return [None], True
     return original(cfg, trainer, task, epoch_itr)
 

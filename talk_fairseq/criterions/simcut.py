@@ -45,8 +45,7 @@ class SimCutCriterion(label_smoothed_cross_entropy.LabelSmoothedCrossEntropyCrit
             raise ValueError(f"simcut_alpha: expected at least 0, got {cfg.simcut_alpha}")
         if not 0 <= cfg.simcut_cutoff < 1:
             raise ValueError(f"simcut_cutoff: expected from 0 to below 1, got {cfg.simcut_cutoff}")
-        self.simcut_alpha = cfg.simcut_alpha
-        self.simcut_cutoff = cfg.simcut_cutoff
+        self.simcut_alpha, self.simcut_cutoff = cfg.simcut_alpha, cfg.simcut_cutoff
 
     def compute_loss(self, model, net_output, sample, reduce=True):
         """``(loss, nll_loss)``, sums over the tokens, or of each of them without `reduce`."""

@@ -20,7 +20,7 @@ from talk_fairseq.modules import TaLKConvUnit
 
 def build_unit(cfg, side):
     """Return the ``cfg.unit`` of the next layer of ``side`` (cfg.encoder or cfg.decoder)."""
-    max_left, max_right = side.windows.pop(0)
+    max_left, max_right = next(side.windows)  # fairseq builds layers in order, without numbers
     unit = cfg.unit(
         side.embed_dim,
         side.talk_heads or side.attention_heads,
@@ -45,9 +45,8 @@ def wrap_layer(layer, cfg):
     """Apply activation checkpointing and FSDP as fairseq's Transformer does."""
     if cfg.checkpoint_activations:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
-    return fsdp_wrap(
-        layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
-    )
+    least = 0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
+    return fsdp_wrap(layer, min_num_params=least)
 
 
 class TaLKConvEncoderLayer(transformer_layer.TransformerEncoderLayerBase):
@@ -76,7 +75,8 @@ class TaLKConvDecoderLayer(transformer_layer.TransformerDecoderLayerBase):
 
     def build_encoder_attention(self, embed_dim, cfg):
         attention = super().build_encoder_attention(embed_dim, cfg)
-        attention.__class__ = encoder_attention.EncoderAttention  # which adds no state of its own
+        # The same parameters and options, with another forward pass.
+        attention.__class__ = encoder_attention.EncoderAttention
         return attention
 
 

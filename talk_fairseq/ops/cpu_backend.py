@@ -188,9 +188,7 @@ def _run(kernel, rows, offset_left, offset_right, max_left, max_right, *argument
     ring = _empty((threads, span, group * R))
 
     def share(index):
-        kernel(
-            x, *reaches, scale, *arguments, chunk, group, ring[index], index, tasks, threads,
-        )  # fmt: skip
+        kernel(x, *reaches, scale, *arguments, chunk, group, ring[index], index, tasks, threads)
 
     _share(share, threads)
 

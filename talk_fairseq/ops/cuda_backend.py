@@ -1,10 +1,7 @@
 """The operator on CUDA: launches what ``cuda_plan`` plans, with CuPy.
 
 The kernels are compiled for a device and a dtype at their first launch, and cached on disk by
-CuPy; importing this module compiles nothing and needs neither a GPU nor CuPy. CuPy compiles with
-``-ftz=true``: numbers below float32's smallest normal one, 1.2e-38, count as 0 in what is computed
-in float32, and are written as 0; so are sums of bfloat16 below 7.7e-34, which are kept as 2^-16 of
-their value.
+CuPy; importing this module compiles nothing and needs neither a GPU nor CuPy.
 """
 
 import ctypes
@@ -27,13 +24,12 @@ _ARGUMENTS = {
 }
 _COUNTERS = "starts"  # workspace that is 0 at first; the other holds anything
 
-_MODULES = {}
-if cupy is not None:
-    _MODULES = {
-        (file, dtype): cupy.RawModule(code=source(file), options=compile_options(dtype))
-        for file in _ARGUMENTS
-        for dtype in cuda_plan.NAMES.values()
-    }
+_MODULES = {
+    (file, dtype): cupy.RawModule(code=source(file), options=compile_options(dtype))
+    for file in _ARGUMENTS
+    for dtype in cuda_plan.NAMES.values()
+    if cupy is not None
+}
 
 
 # --------------------------------------------------------------------------------------- passes
@@ -41,14 +37,12 @@ if cupy is not None:
 #   shared_memory: bytes of it that a block may use;
 #   launcher(file, dtype, kernel, blocks, threads, shared): a function that makes this launch, given
 #       what cuLaunchKernel takes as `kernelParams`, the address of the argument's address.
-# All tensors are contiguous and on this device, and none of them is empty.
+# All tensors are contiguous and on this device, and none of them is empty; offsets are in the dtype
+# of `x`, or in float32 beside a float16 or bfloat16 `x`.
 
 
 def forward_with(device, x, offset_left, offset_right, max_left, max_right):
-    """Return the output (T, B, C) in x's dtype.
-
-    Offsets are in x's dtype, or in float32 beside a float16 or bfloat16 `x`.
-    """
+    """Return the output (T, B, C) in x's dtype."""
     out = _empty_like(x)
     sizes = *x.shape, offset_left.shape[2], max_left, max_right, offset_left.dtype is torch.float32
     launch = _pass(cuda_plan.plan_forward, device, x.dtype, x.data_ptr() % 16 == 0, *sizes)
@@ -66,18 +60,13 @@ def backward_with(device, dout, x, offset_left, offset_right, max_left, max_righ
     sizes = *x.shape, offset_left.shape[2], max_left, max_right, offset_left.dtype is torch.float32
     aligned = (x.data_ptr() | dout.data_ptr()) % 16 == 0
     launch = _pass(cuda_plan.plan_backward, device, x.dtype, aligned, *sizes)
-    launch(
-        x=x, dout=dout, offset_left=offset_left, offset_right=offset_right, out=dx,
-        d_offset_left=d_left, d_offset_right=d_right,
-    )  # fmt: skip
+    gradients = {"out": dx, "d_offset_left": d_left, "d_offset_right": d_right}
+    launch(x=x, dout=dout, offset_left=offset_left, offset_right=offset_right, **gradients)
     return dx, d_left, d_right
 
 
 def update_with(device, x, offset_left, sums, origin, steps, max_left):
-    """Return the next outputs (S, B, C) of a causal sequence, after `steps` others, in one launch.
-
-    `sums` and `origin` are those of a TaLKConvState; the new steps are written into them.
-    """
+    """Return the next outputs (S, B, C) in one launch, as `cpu_backend.update` does."""
     out = _empty_like(x)
     L, columns, _ = sums.shape
     float32_offsets = offset_left.dtype is torch.float32
@@ -115,10 +104,9 @@ class _Pass:
 
     def __init__(self, plan, device, dtype, aligned, *sizes):
         plan = plan(dtype, aligned, device.shared_memory, *sizes)
+        name = cuda_plan.NAMES[dtype]
         self._argument = functools.partial(_ARGUMENTS[plan.file], **plan.sizes)
-        self._launches = [
-            device.launcher(plan.file, cuda_plan.NAMES[dtype], *launch) for launch in plan.launches
-        ]
+        self._launches = [device.launcher(plan.file, name, *launch) for launch in plan.launches]
         self._workspace = {
             field: count * kind.itemsize for field, (count, kind) in plan.workspace.items()
         }
@@ -159,8 +147,6 @@ def _empty(size, device):
 
 _empty_like = torch.empty_like
 
-
-# ------------------------------------------------------------------------------------- launching
 
 _thread = threading.local()
 
@@ -208,8 +194,7 @@ class _Gpu:
     def __init__(self, index):
         _check_cupy()
         self.index = index
-        attributes = cupy.cuda.Device(index).attributes
-        self.shared_memory = attributes["MaxSharedMemoryPerBlockOptin"]
+        self.shared_memory = cupy.cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"]
 
     def launcher(self, file, dtype, name, blocks, threads, shared):
         """A launch on the stream that is current when it is made.

@@ -137,8 +137,7 @@ def _validate(x, offset_left, offset_right, max_left, max_right):
     rows, sequences, H = heads = offset_left.shape
     if rows != T or sequences != B:
         raise ValueError(
-            f"offset_left: expected shape ({T}, {B}, H) as of x {tuple(x.shape)}, "
-            f"got {tuple(heads)}"
+            f"offset_left: expected shape ({T}, {B}, H) as of x {T, B, C}, got {tuple(heads)}"
         )
     if H == 0 or C % H:
         raise ValueError(f"offset_left: expected a number of heads that divides C = {C}, got {H}")

@@ -62,10 +62,9 @@ class TaLKSummarizationTask(TranslationTask):
     """
 
     def __init__(self, cfg, src_dict, tgt_dict):
-        if cfg.max_source_positions < 2:
-            raise ValueError(
-                f"max_source_positions: expected at least 2, got {cfg.max_source_positions}"
-            )
+        longest = cfg.max_source_positions
+        if longest < 2:
+            raise ValueError(f"max_source_positions: expected at least 2, got {longest}")
         self.eval_rouge_options = generation_options(cfg.eval_rouge_args)
         cfg.truncate_source = True  # fairseq cuts to max_source_positions, and keeps the end
         super().__init__(cfg, src_dict, tgt_dict)
@@ -97,9 +96,8 @@ class TaLKSummarizationTask(TranslationTask):
         model = super().build_model(cfg, from_checkpoint)
         if self.cfg.eval_rouge:
             rouge_sums([], [])  # fails here, not after the first epoch, without rouge-score
-            self.rouge_generator = self.build_generator(
-                [model], Namespace(**self.eval_rouge_options)
-            )
+            options = Namespace(**self.eval_rouge_options)
+            self.rouge_generator = self.build_generator([model], options)
         return model
 
     def valid_step(self, sample, model, criterion):
@@ -114,18 +112,16 @@ class TaLKSummarizationTask(TranslationTask):
         return loss, sample_size, logging_output
 
     def _summarize(self, sample, model):
+        bpe, pad = self.cfg.eval_rouge_remove_bpe, self.tgt_dict.pad()
+
         def text(tokens, unknown):
             # Otherwise an unknown word of the reference would match one of the hypothesis.
-            return self.tgt_dict.string(
-                tokens.int().cpu(), self.cfg.eval_rouge_remove_bpe, unk_string=unknown
-            )
+            return self.tgt_dict.string(tokens.int().cpu(), bpe, unk_string=unknown)
 
         generated = self.inference_step(self.rouge_generator, [model], sample)
         hypotheses = [text(beam[0]["tokens"], "unknowninhypothesis") for beam in generated]
-        references = [
-            text(utils.strip_pad(target, self.tgt_dict.pad()), "unknowninreference")
-            for target in sample["target"]
-        ]
+        targets = (utils.strip_pad(target, pad) for target in sample["target"])
+        references = [text(target, "unknowninreference") for target in targets]
         if self.cfg.eval_rouge_print_samples:
             logger.info("example hypothesis: " + hypotheses[0])
             logger.info("example reference: " + references[0])
