@@ -43,10 +43,8 @@ def _register_with_fairseq():
     try:
         import fairseq  # noqa: F401
     except Exception as error:  # whatever a broken installation raises; the operator works on
-        warnings.warn(
-            f"fairseq is installed but cannot be imported, so its plugin is off: {error!r}",
-            stacklevel=3,
-        )
+        message = f"fairseq is installed but cannot be imported, so its plugin is off: {error!r}"
+        warnings.warn(message, stacklevel=3)
     else:
         from talk_fairseq import compat  # noqa: F401
         from talk_fairseq.criterions import simcut  # noqa: F401

@@ -16,8 +16,6 @@ import fairseq.distributed.utils
 import numpy as np
 import torch
 
-# --- Reading checkpoints ---
-
 
 class PlainDtype:
     """The type of numpy's numbers in a checkpoint.
@@ -35,19 +33,16 @@ class PlainDtype:
         self.dtype = self.dtype.newbyteorder(state[1])
 
 
-class PlainArray(np.ndarray):
+class PlainArray:
     """An array of numbers in a checkpoint, until `read_checkpoint` makes it one of numpy's."""
 
-    def __new__(cls, *_):
-        return super().__new__(cls, 0)
+    def __init__(self, *_):
+        self.array = np.empty(0)
 
     def __setstate__(self, state):
-        version, shape, dtype, fortran, data = state
-        if type(shape) is not tuple or not all(type(size) is int for size in shape):
-            raise ValueError("expected numbers as the shape of an array")
-        if math.prod(shape) * dtype.dtype.itemsize != len(data):
-            raise ValueError(f"expected an array of {shape}, got {len(data)} bytes")
-        super().__setstate__((version, shape, dtype.dtype, fortran, data))
+        _, shape, dtype, fortran, data = state
+        flat = np.frombuffer(data, dtype.dtype).copy()
+        self.array = flat.reshape(shape, order="F" if fortran else "C")
 
 
 def _number(dtype, data):
@@ -87,8 +82,8 @@ def _plain(value):
         held = value.untyped_storage().nbytes()
         if value.numel() * value.element_size() > held:
             raise ValueError(f"a tensor of {tuple(value.shape)} in {held:,} bytes")
-    elif isinstance(value, np.ndarray):
-        return np.array(value, subok=False)
+    elif isinstance(value, PlainArray):
+        return value.array
     elif isinstance(value, dict):
         for key in value:
             value[key] = _plain(value[key])
@@ -170,9 +165,6 @@ def naming(path):
         raise kind(f"{path} cannot be loaded: {reason}") from error
 
 
-# --- Writing files ---
-
-
 @contextlib.contextmanager
 def whole_file(path):
     """Open a binary file that is ``<path>.tmp`` until the block ends, and then ``path``.
@@ -197,8 +189,6 @@ def whole_file(path):
     finally:
         os.close(folder)
 
-
-# --- Options that are Python literals ---
 
 EXPRESSION = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Load, ast.UnaryOp)
 EXPRESSION += (ast.UAdd, ast.USub, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv)

@@ -23,11 +23,9 @@ def rouge_sums(hypotheses, references, sentence_separator=None, stemming=True):
     Returns ``{"rouge_1": sum, …}``, each between 0 and the number of summaries. Raises ValueError
     for another number of references than of hypotheses, and ImportError without rouge-score.
     """
-    if len(hypotheses) != len(references):
-        raise ValueError(
-            f"hypotheses: expected one for each of {len(references)} references, "
-            f"got {len(hypotheses)}"
-        )
+    wanted, given = len(references), len(hypotheses)
+    if given != wanted:
+        raise ValueError(f"hypotheses: expected one for each of {wanted} references, got {given}")
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:

@@ -1,62 +1,50 @@
 """Patches of fairseq's checkpoints: read without running code, named in errors, written whole."""
 
-import functools
 import os
 import shutil
 import tarfile
 import time
+from functools import partial
 from pathlib import Path
 
-import fairseq.checkpoint_utils
-import fairseq.distributed.utils
-import fairseq.file_utils
-import fairseq.models.fairseq_model
-import fairseq.trainer
 import torch
-from fairseq.file_io import PathManager
 
-from talk_fairseq.checkpoint_files import (
-    allow_checkpoint_types,
-    naming,
-    read_checkpoint,
-    whole_file,
-)
+from talk_fairseq import checkpoint_files
+from talk_fairseq.checkpoint_files import naming, whole_file
 from talk_fairseq.compat.patching import overlay, patches
 from talk_fairseq.models import released
 
-# --- Reading ---
-
-allow_checkpoint_types()
+checkpoint_files.allow_checkpoint_types()
 
 # Without it: a truncated or foreign checkpoint fails with ``OSError: Invalid argument``, pickle's
 # ``Unsupported operand``, zip's ``failed finding central directory`` or ``KeyError: 'best_loss'``.
 # Other fairseqs ask for weights_only=False.
 overlay(
-    fairseq.checkpoint_utils,
+    "fairseq.checkpoint_utils",
     "torch",
-    load=lambda file, map_location="cpu", **_: read_checkpoint(file, map_location),
+    load=lambda file, map_location="cpu", **_: checkpoint_files.read_checkpoint(file, map_location),
 )
 
 # Unpickles without a list of safe types what comes from this very job; this module of fairseq reads
 # no files. Without it: when several processes resume, all but one refuse what the first sends.
-overlay(fairseq.distributed.utils, "torch", load=functools.partial(torch.load, weights_only=False))
+overlay("fairseq.distributed.utils", "torch", load=partial(torch.load, weights_only=False))
 
 
-@patches(fairseq.checkpoint_utils, "load_checkpoint_to_cpu")
+@patches("fairseq.checkpoint_utils", "load_checkpoint_to_cpu")
 def name_file_of_bad_options(original, path, *args, **kwargs):
     """Name the checkpoint in errors about its options and its history; fairseq names no file."""
     with naming(path):
         return original(path, *args, **kwargs)
 
 
-@patches(fairseq.trainer.Trainer, "load_checkpoint")
+@patches("fairseq.trainer.Trainer", "load_checkpoint")
 def name_file_of_bad_training_state(original, self, filename, *args, **kwargs):
     """Name the checkpoint in errors about the optimizer or the data loader; fairseq does not."""
     with naming(filename):
         return original(self, filename, *args, **kwargs)
 
 
-@patches(fairseq.checkpoint_utils, "load_model_ensemble_and_task")
+@patches("fairseq.checkpoint_utils", "load_model_ensemble_and_task")
 def name_file_of_bad_model(original, filenames, arg_overrides=None, task=None, *args, **kwargs):
     """Load several models one by one, and name the one that cannot be loaded.
 
@@ -76,10 +64,10 @@ class ArchiveInside(tarfile.TarFile):
     extraction_filter = staticmethod(getattr(tarfile, "data_filter", None))
 
 
-overlay(fairseq.file_utils, "tarfile", open=ArchiveInside.open)
+overlay("fairseq.file_utils", "tarfile", open=ArchiveInside.open)
 
 
-@patches(fairseq.file_utils, "load_archive_file")
+@patches("fairseq.file_utils", "load_archive_file")
 def unpack_archives_inside_a_folder(original, archive_file):
     """Unpack ``archive_file`` as an `ArchiveInside`, and name it in errors.
 
@@ -92,7 +80,7 @@ def unpack_archives_inside_a_folder(original, archive_file):
         return original(archive_file)
 
 
-@patches(fairseq.models.fairseq_model.BaseFairseqModel, "load_state_dict")
+@patches("fairseq.models.fairseq_model.BaseFairseqModel", "load_state_dict")
 def reject_integers_as_parameters(original, self, state_dict, *args, **kwargs):
     """Report integers in place of parameters among the errors of ``load_state_dict``.
 
@@ -102,19 +90,15 @@ def reject_integers_as_parameters(original, self, state_dict, *args, **kwargs):
     def check(_, given, prefix, local_metadata, strict, missing, unexpected, errors):
         for name, parameter in self.named_parameters(remove_duplicate=False):
             value = given.get(name)
-            if not isinstance(value, torch.Tensor) or value.is_floating_point():
-                continue
-            if parameter.is_floating_point():
+            integers = isinstance(value, torch.Tensor) and not value.is_floating_point()
+            if integers and parameter.is_floating_point():
                 errors.append(f"dtype mismatch for {name}: {value.dtype}, not {parameter.dtype}.")
 
-    hook = self.register_load_state_dict_pre_hook(check)
-    try:
+    with self.register_load_state_dict_pre_hook(check):
         return original(self, state_dict, *args, **kwargs)
-    finally:
-        hook.remove()
 
 
-@patches(fairseq.checkpoint_utils, "_upgrade_state_dict")
+@patches("fairseq.checkpoint_utils", "_upgrade_state_dict")
 def translate_published_options(original, state):
     """Translate the options of checkpoints of the published TaLK code; see models/released.py.
 
@@ -124,10 +108,7 @@ def translate_published_options(original, state):
     return original(released.upgrade(state))
 
 
-# --- Writing ---
-
-
-@patches(fairseq.checkpoint_utils, "torch_persistent_save")
+@patches("fairseq.checkpoint_utils", "torch_persistent_save")
 def save_checkpoints_whole(original, obj, filename, async_write=False):
     """Write a checkpoint to disk before it gets its name, and begin each of three tries anew.
 
@@ -147,7 +128,7 @@ def save_checkpoints_whole(original, obj, filename, async_write=False):
             time.sleep(pause)
 
 
-@patches(PathManager, "copy")
+@patches("fairseq.file_io.PathManager", "copy")
 def copy_checkpoints_whole(original, src_path, dst_path, overwrite=False):
     """Copy a checkpoint over the last or the best one at once, never in place.
 
@@ -158,7 +139,7 @@ def copy_checkpoints_whole(original, src_path, dst_path, overwrite=False):
     return True
 
 
-@patches(fairseq.checkpoint_utils, "verify_checkpoint_directory")
+@patches("fairseq.checkpoint_utils", "verify_checkpoint_directory")
 def remove_unfinished_checkpoints(original, save_dir):
     """Remove the ``*.pt.tmp`` files of a killed run when the next one begins.
 

@@ -3,16 +3,12 @@
 import os
 
 import fairseq.distributed.utils
-import fairseq.models.distributed_fairseq_model
-import fairseq.optim.amp_optimizer
-import fairseq.options
-import fairseq.trainer
 import torch
 
 from talk_fairseq.compat.patching import overlay, patches
 
 
-@patches(fairseq.options, "parse_args_and_arch")
+@patches("fairseq.options", "parse_args_and_arch")
 def train_bf16_without_tpu(original, *args, **kwargs):
     """Switch ``--tpu`` off again, which the flag ``--bf16`` switches on, on a GPU too.
 
@@ -26,7 +22,7 @@ def train_bf16_without_tpu(original, *args, **kwargs):
     return parsed
 
 
-@patches(fairseq.trainer.Trainer, "__init__")
+@patches("fairseq.trainer.Trainer", "__init__")
 def refuse_fp16_on_cpu(original, self, cfg, *args, **kwargs):
     """Raise ValueError for ``--fp16`` on a CPU, before anything is trained.
 
@@ -50,10 +46,10 @@ def tensor_that_stays(*args, **kwargs):
 
 # Without it: ``--memory-efficient-fp16`` on a CPU ends at the first overflow with ``Torch not
 # compiled with CUDA enabled``: the trainer moves the norm of the gradients, then 0, to a GPU.
-overlay(fairseq.trainer, "torch", tensor=tensor_that_stays)
+overlay("fairseq.trainer", "torch", tensor=tensor_that_stays)
 
 
-@patches(fairseq.optim.amp_optimizer.AMPOptimizer, "clip_grad_norm")
+@patches("fairseq.optim.amp_optimizer.AMPOptimizer", "clip_grad_norm")
 def clip_gradients_without_scaler(original, self, max_norm, aggregate_norm_fn=None):
     """Clip the gradients of ``--amp`` without a GPU, where torch has disabled the scaler.
 
@@ -68,7 +64,7 @@ def clip_gradients_without_scaler(original, self, max_norm, aggregate_norm_fn=No
     return norm
 
 
-@patches(fairseq.distributed.utils, "infer_init_method")
+@patches("fairseq.distributed.utils", "infer_init_method")
 def join_torchrun_on_cpu(original, cfg, *args, **kwargs):
     """Join the processes of ``torchrun fairseq-train`` without a GPU, with the gloo backend.
 
@@ -76,12 +72,8 @@ def join_torchrun_on_cpu(original, cfg, *args, **kwargs):
     at least 1, for the number of processes, and never looks at torchrun's variables.
     """
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if (
-        torch.cuda.is_available()
-        or processes == 1
-        or "MASTER_ADDR" not in os.environ
-        or cfg.distributed_init_method is not None
-    ):
+    started = processes > 1 and "MASTER_ADDR" in os.environ
+    if torch.cuda.is_available() or not started or cfg.distributed_init_method is not None:
         return original(cfg, *args, **kwargs)
     cfg.distributed_init_method = "env://"
     cfg.distributed_world_size = processes
@@ -91,7 +83,7 @@ def join_torchrun_on_cpu(original, cfg, *args, **kwargs):
     cfg.device_id = 0
 
 
-@patches(fairseq.models.distributed_fairseq_model, "DistributedDataParallel")
+@patches("fairseq.models.distributed_fairseq_model", "DistributedDataParallel")
 def omit_device_ids_on_cpu(original, module, device_ids=None, output_device=None, **kwargs):
     """Pass DistributedDataParallel no device ids on a CPU, where they are a ValueError."""
     if all(parameter.device.type == "cpu" for parameter in module.parameters()):

@@ -3,17 +3,12 @@
 import math
 import types
 
-import fairseq.data.data_utils
-import fairseq.data.iterators
-import fairseq.data.language_pair_dataset
-import fairseq.data.token_block_dataset
-import fairseq.tasks.fairseq_task
 import numpy as np
 
 from talk_fairseq.compat.patching import overlay, patches
 
 
-@patches(fairseq.data.data_utils, "batch_by_size")
+@patches("fairseq.data.data_utils", "batch_by_size")
 def keep_last_batch(original, indices, *args, **kwargs):
     """Append the indices that fairseq lost as a last batch.
 
@@ -36,7 +31,7 @@ def keep_last_batch(original, indices, *args, **kwargs):
     return batches + [indices[kept:]] if kept < len(indices) else batches
 
 
-@patches(fairseq.tasks.fairseq_task.FairseqTask, "get_batch_iterator")
+@patches("fairseq.tasks.fairseq_task.FairseqTask", "get_batch_iterator")
 def make_same_batches_when_resuming(original, self, dataset, *args, **kwargs):
     """Make the batches of all epochs as for epoch 1, unless each epoch has batches of its own.
 
@@ -54,7 +49,7 @@ def make_same_batches_when_resuming(original, self, dataset, *args, **kwargs):
     return iterator
 
 
-@patches(fairseq.data.iterators.GroupedIterator, "__init__")
+@patches("fairseq.data.iterators.GroupedIterator", "__init__")
 def group_batches_from_resumed_position(
     original, self, iterable, chunk_size, skip_remainder_batch=False
 ):
@@ -69,7 +64,7 @@ def group_batches_from_resumed_position(
         self.total = self.n + math.ceil(batches / chunk_size)
 
 
-@patches(fairseq.data.iterators.EpochBatchIterator, "_get_iterator_for_epoch")
+@patches("fairseq.data.iterators.EpochBatchIterator", "_get_iterator_for_epoch")
 def shuffle_epochs_after_curriculum(original, self, epoch, shuffle, *args, **kwargs):
     """Shuffle the epochs after the first N of ``--curriculum N``.
 
@@ -81,13 +76,13 @@ def shuffle_epochs_after_curriculum(original, self, epoch, shuffle, *args, **kwa
     return original(self, epoch, shuffle, *args, **kwargs)
 
 
-@patches(fairseq.data.iterators.EpochBatchIterator, "state_dict")
+@patches("fairseq.data.iterators.EpochBatchIterator", "state_dict")
 def save_number_of_shards(original, self):
     """Save how many processes share an epoch, for `resume_epoch_with_other_world_size`."""
     return {**original(self), "num_shards": self.num_shards}
 
 
-@patches(fairseq.data.iterators.EpochBatchIterator, "load_state_dict")
+@patches("fairseq.data.iterators.EpochBatchIterator", "load_state_dict")
 def resume_epoch_with_other_world_size(original, self, state_dict):
     """Resume an epoch where all processes that shared it have come to.
 
@@ -105,6 +100,6 @@ def percentile(*args, interpolation="linear", **kwargs):
 
 
 # Without these: ``--sample-break-mode eos`` and ``--num-batch-buckets`` fail with numpy 2.
-overlay(fairseq.data.data_utils, "np", percentile=percentile)
-for module in (fairseq.data.language_pair_dataset, fairseq.data.token_block_dataset):
-    overlay(module, "np", compat=types.SimpleNamespace(long=np.int64))
+overlay("fairseq.data.data_utils", "np", percentile=percentile)
+for module in ("language_pair_dataset", "token_block_dataset"):
+    overlay(f"fairseq.data.{module}", "np", compat=types.SimpleNamespace(long=np.int64))

@@ -3,17 +3,14 @@
 import math
 
 import fairseq.ngram_repeat_block
-import fairseq.search
-import fairseq.tasks.language_modeling
-import fairseq.tasks.multilingual_language_modeling
 import torch
 
 from talk_fairseq.compat.patching import patches
 
 
-@patches(fairseq.tasks.language_modeling.LanguageModelingTask, "eval_lm_dataloader")
+@patches("fairseq.tasks.language_modeling.LanguageModelingTask", "eval_lm_dataloader")
 @patches(
-    fairseq.tasks.multilingual_language_modeling.MultilingualLanguageModelingTask,
+    "fairseq.tasks.multilingual_language_modeling.MultilingualLanguageModelingTask",
     "eval_lm_dataloader",
 )
 def score_every_token(original, self, dataset, *args, max_positions=None, **kwargs):
@@ -59,7 +56,7 @@ def _no_repeat_ngram(self, tokens, lprobs, bsz: int, beam_size: int, step: int):
 fairseq.ngram_repeat_block.NGramRepeatBlock._no_repeat_ngram = _no_repeat_ngram
 
 
-@patches(fairseq.search.DiverseBeamSearch, "step")
+@patches("fairseq.search.DiverseBeamSearch", "step")
 def index_diverse_beams_by_row(
     original, self, step, lprobs, scores, prev_output_tokens=None, original_batch_idxs=None
 ):

@@ -5,12 +5,7 @@ import sys
 import traceback
 from pathlib import Path
 
-import fairseq.dataclass.initialize
 import fairseq.dataclass.utils
-import fairseq.distributed.utils
-import fairseq.models
-import fairseq.tasks.multilingual_translation
-import fairseq.utils
 import torch
 from fairseq.models import ARCH_MODEL_REGISTRY, FairseqMultiModel
 from omegaconf import OmegaConf
@@ -18,7 +13,7 @@ from omegaconf import OmegaConf
 from talk_fairseq.compat.patching import patches, patches_command
 
 
-@patches(fairseq.utils, "get_activation_fn")
+@patches("fairseq.utils", "get_activation_fn")
 def return_swish_as_function(original, activation):
     """Return a function for ``swish``, as for all other activations.
 
@@ -33,7 +28,7 @@ def return_swish_as_function(original, activation):
 @patches_command("hydra_validate", "add_defaults")
 @patches_command("hydra_train", "add_defaults")
 @patches_command("train", "add_defaults")
-@patches(fairseq.dataclass.initialize, "add_defaults")
+@patches("fairseq.dataclass.initialize", "add_defaults")
 def apply_arch_defaults_in_yaml(original, cfg):
     """Set what the arch sets before the defaults of the model's dataclass are.
 
@@ -53,7 +48,7 @@ def apply_arch_defaults_in_yaml(original, cfg):
     return original(cfg)
 
 
-@patches(fairseq.models, "build_model")
+@patches("fairseq.models", "build_model")
 def build_legacy_models_from_yaml(original, cfg, task, *args, **kwargs):
     """Give models without a dataclass (transformer, lightconv, fconv) all flags in one Namespace.
 
@@ -72,7 +67,7 @@ def build_legacy_models_from_yaml(original, cfg, task, *args, **kwargs):
     return original(cfg, task, *args, **kwargs)
 
 
-@patches(fairseq.tasks.multilingual_translation.MultilingualTranslationTask, "build_model")
+@patches("fairseq.tasks.multilingual_translation.MultilingualTranslationTask", "build_model")
 def require_multi_model(original, self, args, *more, **kwargs):
     """Raise ValueError for a model of one pair in ``--task multilingual_translation``.
 
@@ -87,7 +82,7 @@ def require_multi_model(original, self, args, *more, **kwargs):
     return original(self, args, *more, **kwargs)
 
 
-@patches(fairseq.distributed.utils, "call_main")
+@patches("fairseq.distributed.utils", "call_main")
 def end_commands_in_one_line(original, cfg, main, **kwargs):
     """End a command with the message alone where this package refuses its options.
 

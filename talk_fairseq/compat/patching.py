@@ -1,6 +1,7 @@
 """How fairseq is patched: one function replaced, or one module's view of another."""
 
 import functools
+import pkgutil
 import sys
 import types
 
@@ -8,10 +9,12 @@ import types
 def patches(owner, name):
     """Replace ``owner.name`` with the decorated function, which is given the original first.
 
-    Class methods stay class methods: the class comes second. The original stays at
-    ``owner.name.__wrapped__``. What is patched already is left alone, as where a module is loaded
-    again. Raises AttributeError where fairseq has lost the name.
+    `owner` is a module or a class, or its dotted name, which is imported. Class methods stay class
+    methods: the class comes second. The original stays at ``owner.name.__wrapped__``. What is
+    patched already is left alone, as where a module is loaded again. Raises AttributeError where
+    fairseq has lost the name.
     """
+    owner = _resolve(owner)
     original = getattr(owner, name)
     of_class = isinstance(vars(owner).get(name), classmethod)
     if of_class:
@@ -46,8 +49,13 @@ def overlay(owner, alias, **names):
 
     The module itself is not touched. Raises AttributeError where ``owner`` has lost it.
     """
+    owner = _resolve(owner)
     module = getattr(owner, alias)
     view = types.ModuleType(module.__name__)
     view.__getattr__ = functools.partial(getattr, module)
     vars(view).update(names)
     setattr(owner, alias, view)
+
+
+def _resolve(owner):
+    return pkgutil.resolve_name(owner) if isinstance(owner, str) else owner

@@ -6,8 +6,6 @@ import itertools
 import sys
 
 import fairseq.file_chunker_utils
-import fairseq.modules.learned_positional_embedding
-import fairseq.tasks.fairseq_task
 
 from talk_fairseq.compat.patching import patches, patches_command
 
@@ -77,10 +75,7 @@ def check_corpora_first(original, args):
     return original(args)
 
 
-# --- Lengths ---
-
-
-@patches(fairseq.tasks.fairseq_task.FairseqTask, "filter_indices_by_size")
+@patches("fairseq.tasks.fairseq_task.FairseqTask", "filter_indices_by_size")
 def name_flags_that_limit_lengths(original, self, *args, **kwargs):
     """Name the flags to raise where a sentence is over the maximum length.
 
@@ -95,7 +90,7 @@ def name_flags_that_limit_lengths(original, self, *args, **kwargs):
         raise ValueError(f"{str(error).rstrip('.')}, or raise {flags}") from None
 
 
-@patches(fairseq.modules.learned_positional_embedding.LearnedPositionalEmbedding, "__call__")
+@patches("fairseq.modules.learned_positional_embedding.LearnedPositionalEmbedding", "__call__")
 def check_learned_positions(original, self, input, incremental_state=None, positions=None):
     """Raise ValueError that names the flags for more tokens than learned positions.
 

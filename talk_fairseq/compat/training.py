@@ -5,9 +5,7 @@ import os
 import sys
 import warnings
 
-import fairseq.criterions.adaptive_loss
 import fairseq.distributed.utils
-import fairseq.models
 import fairseq.nan_detector
 import fairseq.trainer
 import fairseq.utils
@@ -15,8 +13,6 @@ import torch
 from fairseq.modules import LayerDropModuleList
 
 from talk_fairseq.compat.patching import patches, patches_command
-
-# --- Where NaN began ---
 
 
 class NanDetector(fairseq.nan_detector.NanDetector):
@@ -56,10 +52,7 @@ class NanDetector(fairseq.nan_detector.NanDetector):
 fairseq.trainer.NanDetector = NanDetector
 
 
-# --- Processes ---
-
-
-@patches(fairseq.criterions.adaptive_loss.AdaptiveLoss, "build_criterion")
+@patches("fairseq.criterions.adaptive_loss.AdaptiveLoss", "build_criterion")
 def allow_adaptive_loss_in_one_process(original, cls, cfg, task):
     """Build ``--criterion adaptive_loss`` in one process with any ``--ddp-backend``.
 
@@ -71,7 +64,7 @@ def allow_adaptive_loss_in_one_process(original, cls, cfg, task):
     return original(cls, cfg, task)
 
 
-@patches(fairseq.models, "DistributedFairseqModel")
+@patches("fairseq.models", "DistributedFairseqModel")
 def require_legacy_ddp_for_layerdrop(original, args, model, *more, **kwargs):
     """Raise ValueError for ``--encoder-layerdrop`` in several processes without legacy_ddp.
 
@@ -89,9 +82,6 @@ def require_legacy_ddp_for_layerdrop(original, args, model, *more, **kwargs):
     return original(args, model, *more, **kwargs)
 
 
-# --- Runs ---
-
-
 @patches_command("train", "train")
 def leave_finished_runs_alone(original, cfg, trainer, task, epoch_itr):
     """Train nothing where a run has already had its ``--max-update``.
@@ -99,11 +89,9 @@ def leave_finished_runs_alone(original, cfg, trainer, task, epoch_itr):
     Without it: each time it is started again, it makes one update more and saves it; the
     parameters are then not those that it ended with.
     """
-    most = cfg.optimization.max_update
-    if most and trainer.get_num_updates() >= most:
-        logging.getLogger("fairseq_cli.train").info(
-            "finished: %d of --max-update %d", trainer.get_num_updates(), most
-        )
+    most, done = cfg.optimization.max_update, trainer.get_num_updates()
+    if most and done >= most:
+        logging.getLogger("fairseq_cli.train").info("finished: %d of --max-update %d", done, most)
         return [None], True
     return original(cfg, trainer, task, epoch_itr)
 

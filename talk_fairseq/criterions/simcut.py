@@ -8,18 +8,14 @@ import contextlib
 from dataclasses import dataclass
 
 import torch
-from fairseq.criterions import register_criterion
-from fairseq.criterions.label_smoothed_cross_entropy import (
-    LabelSmoothedCrossEntropyCriterion,
-    LabelSmoothedCrossEntropyCriterionConfig,
-)
+from fairseq.criterions import label_smoothed_cross_entropy, register_criterion
 from torch.nn import functional as F
 
 from talk_fairseq.models.config import option
 
 
 @dataclass
-class SimCutConfig(LabelSmoothedCrossEntropyCriterionConfig):
+class SimCutConfig(label_smoothed_cross_entropy.LabelSmoothedCrossEntropyCriterionConfig):
     """The options of fairseq's label smoothing, and these."""
 
     simcut_alpha: float = option(3.0, "weight of the divergence; 0 is label smoothing alone")
@@ -27,7 +23,7 @@ class SimCutConfig(LabelSmoothedCrossEntropyCriterionConfig):
 
 
 @register_criterion("label_smoothed_cross_entropy_with_simcut", dataclass=SimCutConfig)
-class SimCutCriterion(LabelSmoothedCrossEntropyCriterion):
+class SimCutCriterion(label_smoothed_cross_entropy.LabelSmoothedCrossEntropyCriterion):
     """Label-smoothed cross-entropy + simcut_alpha * KL(p(· | x, y) || p(· | x_cut, y_cut)).
 
     That is the paper's L_ce + alpha L_simkl: the cross-entropy is that of the whole sentences, and
@@ -49,8 +45,7 @@ class SimCutCriterion(LabelSmoothedCrossEntropyCriterion):
             raise ValueError(f"simcut_alpha: expected at least 0, got {cfg.simcut_alpha}")
         if not 0 <= cfg.simcut_cutoff < 1:
             raise ValueError(f"simcut_cutoff: expected from 0 to below 1, got {cfg.simcut_cutoff}")
-        self.simcut_alpha = cfg.simcut_alpha
-        self.simcut_cutoff = cfg.simcut_cutoff
+        self.simcut_alpha, self.simcut_cutoff = cfg.simcut_alpha, cfg.simcut_cutoff
 
     def compute_loss(self, model, net_output, sample, reduce=True):
         """``(loss, nll_loss)``, sums over the tokens, or of each of them without `reduce`."""
@@ -84,9 +79,7 @@ def embeddings_cut(model, probability):
         raise ValueError(
             f"criterion: expected embed_tokens in encoder and decoder for SimCut, got {error}"
         ) from None
-    hooks = [table.register_forward_hook(cut) for table in tables]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for table in tables:
+            hooks.enter_context(table.register_forward_hook(cut))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

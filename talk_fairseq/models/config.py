@@ -151,9 +151,9 @@ def nested_config(cfg, config):
 def set_windows(side, name):
     """Set ``windows`` and ``kept`` of the config `side`, the encoder's or the decoder's by `name`.
 
-    The first is a list of ``(max_left, max_right)``, from which each layer that is built takes the
-    first; the other are the layers that ``layers_to_keep`` leaves, or None. Raises ValueError for
-    windows and layers that do not fit.
+    The first is an iterator over ``(max_left, max_right)``, from which each layer that is built
+    takes the next; the other are the layers that ``layers_to_keep`` leaves, or None. Raises
+    ValueError for windows and layers that do not fit.
     """
     left = window_list(f"{name}_max_left", side.max_left, side.layers)
     right = left
@@ -164,7 +164,7 @@ def set_windows(side, name):
     kept = kept_layers(name, side.layers_to_keep, side.layers)
     side.kept = kept if side.layers_to_keep else None
     side.layers = len(kept)
-    side.windows = [(left[layer], right[layer]) for layer in kept]
+    side.windows = iter([(left[layer], right[layer]) for layer in kept])
 
 
 def window_list(name, windows, layers):

@@ -154,11 +154,7 @@ def encoder_out_of_rows(encoder_out, attentions, incremental_state):
     k = rows.numel() // N
     if incremental_state is not None and torch.equal(rows, _sentences(N, k, rows.device)):
         return encoder_out
-    return {
-        **encoder_out,
-        "encoder_out": [x.index_select(1, rows) for x in encoder_out["encoder_out"]],
-        "encoder_padding_mask": [
-            mask.index_select(0, rows) for mask in encoder_out["encoder_padding_mask"]
-        ],
-        "rows": [],
-    }
+    encoder_out = {**encoder_out, "rows": []}
+    for name, axis in (("encoder_out", 1), ("encoder_padding_mask", 0)):
+        encoder_out[name] = [x.index_select(axis, rows) for x in encoder_out[name]]
+    return encoder_out

@@ -20,17 +20,14 @@ _PARAMETERS = (
     (r"layer_norms\.1\.", "final_layer_norm."),
 )
 
+_DROPOUTS = {"offset_dropout": 0.0, "input_dropout": 0.1}
+_WINDOWS = {"encoder_max_left": "1,3,7,15x4", "decoder_max_left": "1,3,7,15x3"}
 # Where the default of a published arch differs from that of ours with the same name.
 _DEFAULTS = {
-    "talkconv": {
-        "encoder_max_left": "1,3,7,15x4",
-        "decoder_max_left": "1,3,7,15x3",
-        "offset_dropout": 0.0,
-        "input_dropout": 0.1,
-    },
+    "talkconv": {**_WINDOWS, **_DROPOUTS},
     "talkconv_iwslt_de_en": {"dropout": 0.1},
-    "talkconv_lm": {"offset_dropout": 0.0, "input_dropout": 0.1},
-    "talkconv_lm_big": {"offset_dropout": 0.0, "input_dropout": 0.1},
+    "talkconv_lm": _DROPOUTS,
+    "talkconv_lm_big": _DROPOUTS,
 }
 
 

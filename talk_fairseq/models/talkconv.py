@@ -5,18 +5,10 @@ from pathlib import Path
 
 import torch
 from fairseq.distributed import fsdp_wrap
-from fairseq.models import register_model
-from fairseq.models.transformer import (
-    TransformerDecoderBase,
-    TransformerEncoderBase,
-    TransformerModelBase,
-)
+from fairseq.models import register_model, transformer
+from fairseq.modules import transformer_layer
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.quant_noise import quant_noise
-from fairseq.modules.transformer_layer import (
-    TransformerDecoderLayerBase,
-    TransformerEncoderLayerBase,
-)
 
 from talk_fairseq.models import encoder_attention
 from talk_fairseq.models.archs import TALKCONV, register_archs
@@ -28,7 +20,7 @@ from talk_fairseq.modules import TaLKConvUnit
 
 def build_unit(cfg, side):
     """Return the ``cfg.unit`` of the next layer of ``side`` (cfg.encoder or cfg.decoder)."""
-    max_left, max_right = side.windows.pop(0)
+    max_left, max_right = next(side.windows)  # fairseq builds layers in order, without numbers
     unit = cfg.unit(
         side.embed_dim,
         side.talk_heads or side.attention_heads,
@@ -53,19 +45,18 @@ def wrap_layer(layer, cfg):
     """Apply activation checkpointing and FSDP as fairseq's Transformer does."""
     if cfg.checkpoint_activations:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
-    return fsdp_wrap(
-        layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
-    )
+    least = 0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
+    return fsdp_wrap(layer, min_num_params=least)
 
 
-class TaLKConvEncoderLayer(TransformerEncoderLayerBase):
+class TaLKConvEncoderLayer(transformer_layer.TransformerEncoderLayerBase):
     """fairseq's encoder layer with a two-sided window."""
 
     def build_self_attention(self, embed_dim, cfg):
         return build_unit(cfg, cfg.encoder)
 
 
-class TaLKConvEncoder(TransformerEncoderBase):
+class TaLKConvEncoder(transformer.TransformerEncoderBase):
     def build_encoder_layer(self, cfg):
         return wrap_layer(TaLKConvEncoderLayer(cfg, self.return_fc), cfg)
 
@@ -80,7 +71,7 @@ class TaLKConvEncoder(TransformerEncoderBase):
         return {**encoder_out, "rows": [rows[0].index_select(0, new_order)]}
 
 
-class TaLKConvDecoderLayer(TransformerDecoderLayerBase):
+class TaLKConvDecoderLayer(transformer_layer.TransformerDecoderLayerBase):
     """fairseq's decoder layer with a causal window."""
 
     def build_self_attention(self, embed_dim, cfg, add_bias_kv=False, add_zero_attn=False):
@@ -100,7 +91,7 @@ class TaLKConvDecoderLayer(TransformerDecoderLayerBase):
         )
 
 
-class TaLKConvDecoder(TransformerDecoderBase):
+class TaLKConvDecoder(transformer.TransformerDecoderBase):
     def build_decoder_layer(self, cfg, no_encoder_attn=False):
         return wrap_layer(TaLKConvDecoderLayer(cfg, no_encoder_attn), cfg)
 
@@ -184,7 +175,7 @@ class TaLKConvModelBase:
 
 
 @register_model("talkconv", dataclass=TaLKConvConfig)
-class TaLKConvModel(TaLKConvModelBase, TransformerModelBase):
+class TaLKConvModel(TaLKConvModelBase, transformer.TransformerModelBase):
     """TaLK-Conv encoder-decoder (Lioutas & Guo, ICML 2020)."""
 
     @classmethod

@@ -57,10 +57,7 @@ def forward(x, offset_left, offset_right, max_left, max_right):
 
 
 def backward(dout, x, offset_left, offset_right, max_left, max_right):
-    """Return the gradients ``(dx, d_offset_left, d_offset_right)``, each in its argument's dtype.
-
-    ``d_offset_right`` is None where ``offset_right`` is.
-    """
+    """Return ``(dx, d_offset_left, d_offset_right)``, the last of which is None when causal."""
     rows = _arithmetic(x)
     dx = _fresh_like(rows)
     d_left = torch.empty_like(offset_left, dtype=rows.dtype)
@@ -69,11 +66,8 @@ def backward(dout, x, offset_left, offset_right, max_left, max_right):
         _kernels().backward, rows, offset_left, offset_right, max_left, max_right,
         _array(_arithmetic(dout)), max_left, max_right, dx.numpy(), d_left.numpy(), d_right.numpy(),
     )  # fmt: skip
-    return (
-        dx.to(x.dtype),
-        d_left.to(offset_left.dtype),
-        None if offset_right is None else d_right.to(offset_right.dtype),
-    )
+    d_right = None if offset_right is None else d_right.to(offset_right.dtype)
+    return dx.to(x.dtype), d_left.to(offset_left.dtype), d_right
 
 
 def update(x, offset_left, sums, origin, steps, max_left):
@@ -84,15 +78,9 @@ def update(x, offset_left, sums, origin, steps, max_left):
     B = x.shape[1]
     rows = _arithmetic(x)
     out = torch.empty_like(rows, requires_grad=False)
-    arguments = [
-        _array(rows),
-        _array(_arithmetic(offset_left)),
-        _array(sums),
-        _NO_ORIGIN if origin is None else origin.numpy(),
-        steps,
-        max_left,
-        out.numpy(),
-    ]
+    rows, offsets, sums = _array(rows), _array(_arithmetic(offset_left)), _array(sums)
+    origin = _NO_ORIGIN if origin is None else origin.numpy()
+    arguments = rows, offsets, sums, origin, steps, max_left, out.numpy()
     threads = min(torch.get_num_threads(), B) if x.numel() >= _SERIAL_STEPS else 1
     if threads == 1:
         _kernels().update(*arguments, 0, B)
@@ -200,19 +188,15 @@ def _run(kernel, rows, offset_left, offset_right, max_left, max_right, *argument
     ring = _empty((threads, span, group * R))
 
     def share(index):
-        kernel(
-            x, *reaches, scale, *arguments, chunk, group, ring[index], index, tasks, threads,
-        )  # fmt: skip
+        kernel(x, *reaches, scale, *arguments, chunk, group, ring[index], index, tasks, threads)
 
     _share(share, threads)
 
 
 def _share(work, threads):
     """Call `work` on 0 to `threads` - 1, each in a thread."""
-    others = []
+    others = ()
     if threads > 1:
-        pool = _pool(os.getpid(), torch.get_num_threads())
-        others = [pool.submit(work, index) for index in range(1, threads)]
+        others = _pool(os.getpid(), torch.get_num_threads()).map(work, range(1, threads))
     work(0)
-    for other in others:
-        other.result()
+    list(others)  # which waits, and raises what one of them has

@@ -155,10 +155,7 @@ def backward(
 def update(x, offset, sums, origin, steps, max_left, out, first, last):
     """Sequences `first` to `last` - 1: each step adds a row to the ring, and reads its window.
 
-    With running sums P that start anew when the ring does, and for an earlier row are minus the
-    sum of what lies between::
-
-        out[t] = (P(t) - P(t - n - 1) + f * (P(t - n - 1) - P(t - n - 2))) / (max_left + 1)
+    The equation is that of `talk_conv_update_reference`.
     """
     S, B, H = offset.shape
     R = x.shape[2] // H

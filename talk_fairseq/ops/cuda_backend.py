@@ -1,10 +1,7 @@
 """The operator on CUDA: launches what ``cuda_plan`` plans, with CuPy.
 
 The kernels are compiled for a device and a dtype at their first launch, and cached on disk by
-CuPy; importing this module compiles nothing and needs neither a GPU nor CuPy. CuPy compiles with
-``-ftz=true``: numbers below float32's smallest normal one, 1.2e-38, count as 0 in what is computed
-in float32, and are written as 0; so are sums of bfloat16 below 7.7e-34, which are kept as 2^-16 of
-their value.
+CuPy; importing this module compiles nothing and needs neither a GPU nor CuPy.
 """
 
 import ctypes
@@ -13,14 +10,7 @@ import threading
 
 import torch
 
-from talk_fairseq.ops.cuda_plan import (
-    NAMES,
-    plan_backward,
-    plan_forward,
-    plan_short_backward,
-    plan_short_forward,
-    plan_update,
-)
+from talk_fairseq.ops import cuda_plan
 from talk_fairseq.ops.kernel_source import compile_options, source, struct_of
 
 try:
@@ -32,15 +22,14 @@ _ARGUMENTS = {
     "talk_conv.cu": struct_of("talk_conv.cu", "Problem"),
     "short_conv.cu": struct_of("short_conv.cu", "ShortProblem"),
 }
-_COUNTERS = ("starts",)  # workspace that is 0 at first; the other holds anything
+_COUNTERS = "starts"  # workspace that is 0 at first; the other holds anything
 
-_MODULES = {}
-if cupy is not None:
-    _MODULES = {
-        (file, dtype): cupy.RawModule(code=source(file), options=compile_options(dtype))
-        for file in ("talk_conv.cu", "short_conv.cu")
-        for dtype in NAMES.values()
-    }
+_MODULES = {
+    (file, dtype): cupy.RawModule(code=source(file), options=compile_options(dtype))
+    for file in _ARGUMENTS
+    for dtype in cuda_plan.NAMES.values()
+    if cupy is not None
+}
 
 
 # --------------------------------------------------------------------------------------- passes
@@ -48,19 +37,15 @@ if cupy is not None:
 #   shared_memory: bytes of it that a block may use;
 #   launcher(file, dtype, kernel, blocks, threads, shared): a function that makes this launch, given
 #       what cuLaunchKernel takes as `kernelParams`, the address of the argument's address.
-# All tensors are contiguous and on this device, and none of them is empty.
+# All tensors are contiguous and on this device, and none of them is empty; offsets are in the dtype
+# of `x`, or in float32 beside a float16 or bfloat16 `x`.
 
 
 def forward_with(device, x, offset_left, offset_right, max_left, max_right):
-    """Return the output (T, B, C) in x's dtype.
-
-    Offsets are in x's dtype, or in float32 beside a float16 or bfloat16 `x`.
-    """
+    """Return the output (T, B, C) in x's dtype."""
     out = _empty_like(x)
-    launch = _pass(
-        plan_forward, device, x.dtype, x.data_ptr() % 16 == 0, *x.shape, offset_left.shape[2],
-        max_left, max_right, offset_left.dtype is torch.float32,
-    )  # fmt: skip
+    sizes = *x.shape, offset_left.shape[2], max_left, max_right, offset_left.dtype is torch.float32
+    launch = _pass(cuda_plan.plan_forward, device, x.dtype, x.data_ptr() % 16 == 0, *sizes)
     launch(x=x, offset_left=offset_left, offset_right=offset_right, out=out)
     return out
 
@@ -72,30 +57,22 @@ def backward_with(device, dout, x, offset_left, offset_right, max_left, max_righ
     """
     dx, d_left = _empty_like(x), _empty_like(offset_left)
     d_right = None if offset_right is None else _empty_like(offset_right)
-    launch = _pass(
-        plan_backward, device, x.dtype, (x.data_ptr() | dout.data_ptr()) % 16 == 0, *x.shape,
-        offset_left.shape[2], max_left, max_right, offset_left.dtype is torch.float32,
-    )  # fmt: skip
-    launch(
-        x=x, dout=dout, offset_left=offset_left, offset_right=offset_right, out=dx,
-        d_offset_left=d_left, d_offset_right=d_right,
-    )  # fmt: skip
+    sizes = *x.shape, offset_left.shape[2], max_left, max_right, offset_left.dtype is torch.float32
+    aligned = (x.data_ptr() | dout.data_ptr()) % 16 == 0
+    launch = _pass(cuda_plan.plan_backward, device, x.dtype, aligned, *sizes)
+    gradients = {"out": dx, "d_offset_left": d_left, "d_offset_right": d_right}
+    launch(x=x, dout=dout, offset_left=offset_left, offset_right=offset_right, **gradients)
     return dx, d_left, d_right
 
 
 def update_with(device, x, offset_left, sums, origin, steps, max_left):
-    """Return the next outputs (S, B, C) of a causal sequence, after `steps` others, in one launch.
-
-    `sums` and `origin` are those of a TaLKConvState; the new steps are written into them.
-    """
+    """Return the next outputs (S, B, C) in one launch, as `cpu_backend.update` does."""
     out = _empty_like(x)
-    launch = _pass(
-        plan_update, device, x.dtype, x.data_ptr() % 16 == 0, *x.shape, offset_left.shape[2],
-        max_left, *sums.shape[:2], offset_left.dtype is torch.float32,
-    )  # fmt: skip
-    launch(
-        x, ("steps", steps), offset_left=offset_left, sums=sums, origin=origin, out=out,
-    )  # fmt: skip
+    L, columns, _ = sums.shape
+    float32_offsets = offset_left.dtype is torch.float32
+    sizes = *x.shape, offset_left.shape[2], max_left, L, columns, float32_offsets
+    launch = _pass(cuda_plan.plan_update, device, x.dtype, x.data_ptr() % 16 == 0, *sizes)
+    launch(x=x, steps=steps, offset_left=offset_left, sums=sums, origin=origin, out=out)
     return out
 
 
@@ -103,7 +80,8 @@ def short_forward_with(device, x, weight, left):
     """Return the short convolution of `x` (T, B, C) with `weight` (K, C), both of one dtype."""
     out = _empty_like(x)
     aligned = (x.data_ptr() | weight.data_ptr()) % 16 == 0
-    launch = _pass(plan_short_forward, device, x.dtype, aligned, *x.shape, len(weight), left)
+    sizes = *x.shape, len(weight), left
+    launch = _pass(cuda_plan.plan_short_forward, device, x.dtype, aligned, *sizes)
     launch(x=x, weight=weight, out=out)
     return out
 
@@ -112,38 +90,32 @@ def short_backward_with(device, dout, x, weight, left):
     """Return its gradients ``(dx, d_weight)``; the same bits at every run."""
     dx, d_weight = _empty_like(x), _empty_like(weight)
     aligned = (x.data_ptr() | weight.data_ptr() | dout.data_ptr()) % 16 == 0
-    launch = _pass(plan_short_backward, device, x.dtype, aligned, *x.shape, len(weight), left)
+    sizes = *x.shape, len(weight), left
+    launch = _pass(cuda_plan.plan_short_backward, device, x.dtype, aligned, *sizes)
     launch(x=x, dout=dout, weight=weight, out=dx, d_weight=d_weight)
     return dx, d_weight
 
 
-@functools.lru_cache(maxsize=4096)
-def _pass(plan, device, dtype, aligned, *sizes):
-    """`aligned`: do the tensors' addresses allow several channels to be moved at a time?"""
-    return _Pass(device, dtype, plan(dtype, aligned, device.shared_memory, *sizes))
-
-
 class _Pass:
-    """A plan that is ready for calls of the same sizes: each fills in addresses, and launches."""
+    """A plan that is ready for calls of the same sizes: each fills in addresses, and launches.
 
-    def __init__(self, device, dtype, plan):
+    `aligned`: do the tensors' addresses allow several channels to be moved at a time?
+    """
+
+    def __init__(self, plan, device, dtype, aligned, *sizes):
+        plan = plan(dtype, aligned, device.shared_memory, *sizes)
+        name = cuda_plan.NAMES[dtype]
         self._argument = functools.partial(_ARGUMENTS[plan.file], **plan.sizes)
-        self._launches = [
-            device.launcher(plan.file, NAMES[dtype], *launch) for launch in plan.launches
-        ]
-        self._workspace = [
-            (field, _zeros if field in _COUNTERS else _empty, count * kind.itemsize)
-            for field, (count, kind) in plan.workspace.items()
-        ]
+        self._launches = [device.launcher(plan.file, name, *launch) for launch in plan.launches]
+        self._workspace = {
+            field: count * kind.itemsize for field, (count, kind) in plan.workspace.items()
+        }
         # Arguments that no call is filling in: each takes one out, and puts it back when a launch
         # has copied it.
         self._idle = []
 
-    def __call__(self, x, number=None, **tensors):
-        """Launch on tensors by field of the argument (None is a null pointer).
-
-        `number`: a field of it that differs from call to call, and what it holds.
-        """
+    def __call__(self, x, **fields):
+        """Launch with these fields of the argument: tensors, None (a null pointer) and numbers."""
         try:
             argument, parameters, address = self._idle.pop()
         except IndexError:
@@ -151,21 +123,21 @@ class _Pass:
             parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
             address = ctypes.addressof(parameters)
         argument.x = x.data_ptr()
-        for field, tensor in tensors.items():
-            setattr(argument, field, None if tensor is None else tensor.data_ptr())
-        if number:
-            setattr(argument, *number)
-        pieces = [make(size, x.device) for _, make, size in self._workspace]
-        for (field, _, _), piece in zip(self._workspace, pieces):
+        for field, value in fields.items():
+            plain = value is None or type(value) is int
+            setattr(argument, field, value if plain else value.data_ptr())
+        pieces = {field: _empty(size, x.device) for field, size in self._workspace.items()}
+        for field, piece in pieces.items():
             setattr(argument, field, piece.data_ptr())
+        if _COUNTERS in pieces:
+            pieces[_COUNTERS].zero_()
         for launch in self._launches:
             launch(address)
         del pieces  # whose memory the kernels, launched before, have to themselves
         self._idle.append((argument, parameters, address))
 
 
-def _zeros(size, device):
-    return torch.zeros(size, dtype=torch.uint8, device=device)
+_pass = functools.lru_cache(maxsize=4096)(_Pass)
 
 
 def _empty(size, device):
@@ -175,8 +147,6 @@ def _empty(size, device):
 
 _empty_like = torch.empty_like
 
-
-# ------------------------------------------------------------------------------------- launching
 
 _thread = threading.local()
 
@@ -224,8 +194,7 @@ class _Gpu:
     def __init__(self, index):
         _check_cupy()
         self.index = index
-        attributes = cupy.cuda.Device(index).attributes
-        self.shared_memory = attributes["MaxSharedMemoryPerBlockOptin"]
+        self.shared_memory = cupy.cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"]
 
     def launcher(self, file, dtype, name, blocks, threads, shared):
         """A launch on the stream that is current when it is made.

@@ -10,12 +10,8 @@ import torch
 
 from talk_fairseq.ops.kernel_source import constants
 
-NAMES = {
-    torch.float64: "float64",
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES}
 
 _CONSTANTS = constants("talk_conv.cu")
 _LANES, _LONG_LANES = _CONSTANTS["LANES"], _CONSTANTS["LONG_LANES"]
@@ -154,12 +150,8 @@ def plan_backward(
             kind, threads, tile = "_short", few, few // lanes * rows
         staged = min(before + tile + after, whole)
         sizes = {"before": before, "after": after, "tile": tile, "staged": staged} | numbers
-        launch = (
-            f"talk_backward{kind}_{kernel}",
-            _grid(heads, 1, _tiles(T, tile)),
-            threads,
-            shared_bytes(staged, threads),
-        )
+        blocks = _grid(heads, 1, _tiles(T, tile))
+        launch = (f"talk_backward{kind}_{kernel}", blocks, threads, shared_bytes(staged, threads))
         if tile >= T:
             return Plan(sizes, {}, (launch,))
         units = _ceil(T, _REACH)
@@ -195,11 +187,8 @@ def plan_update(
     """Plan S steps of decoding."""
     kernel, width = _kernel(_UPDATE_WIDTH, NAMES[dtype], C // H, aligned)
     blocks = (_ceil(B * C // width, 128), 1, 1)
-    numbers = _numbers(S, B, C, H, max_left, 0, float32_offsets) | {
-        "ring": ring,
-        "columns": columns,
-    }
-    return Plan(numbers, {}, ((f"talk_update_{kernel}", blocks, 128, 0),))
+    sizes = {"ring": ring, "columns": columns} | _numbers(S, B, C, H, max_left, 0, float32_offsets)
+    return Plan(sizes, {}, ((f"talk_update_{kernel}", blocks, 128, 0),))
 
 
 def plan_short_forward(dtype, aligned, shared_memory, T, B, C, taps, left):

@@ -45,7 +45,7 @@ def register(forward, backward, tensors, sizes, reference):
 
     Their calls take half the time of those of operators that `torch.library.custom_op` makes.
     Channels, the last axis of all tensors, do not depend on each other: under `torch.vmap` an
-    operator is called once, on the channels of all examples.
+    operator is called once, on the channels of all examples. Second derivatives are an error.
 
     Args:
         forward, backward: their names, and those of the backends' functions, which take contiguous
@@ -55,12 +55,8 @@ def register(forward, backward, tensors, sizes, reference):
             only the last tensor may be None.
         reference: `forward` in plain PyTorch, which computes it where an input has a tangent
             (forward-mode differentiation), and where torch.onnx exports it.
-
-    Returns:
-        The operator, whose second derivatives are an error.
     """
     count = tensors.count("Tensor")
-    no_gradients = [None] * sizes.count("SymInt")
     arguments = f"{tensors}, {sizes}"
 
     def contiguous(inputs, count):
@@ -96,7 +92,7 @@ def register(forward, backward, tensors, sizes, reference):
         gradients = gradients_op(dout, *saved, *ctx.sizes)
         if saved[-1] is None:
             gradients = *gradients[:-1], None
-        return *gradients, *no_gradients
+        return *gradients, *[None] * len(ctx.sizes)
 
     results = ", ".join(["Tensor"] * count)
     schema = f"{backward}(Tensor dout, {arguments}) -> ({results})"

@@ -76,11 +76,8 @@ def talk_conv_update_reference(x, offset_left, sums, steps, max_left):
     outs = []
     for t, row, offset in zip(range(steps, steps + S), x.to(sums.dtype), offset_left):
         slot = t % L
-        sums = sums.index_copy(
-            0,
-            torch.tensor([slot], device=x.device),
-            (row if slot == 0 else sums[slot - 1] + row)[None],
-        )
+        now = row if slot == 0 else sums[slot - 1] + row
+        sums = sums.index_copy(0, torch.tensor([slot], device=x.device), now[None])
         # P of the last steps, this one last; P is 0 before the ring's first slot.
         older = sums[slot + 1 : -1] - sums[-1]
         prefix = torch.cat([older, torch.zeros_like(sums[:1]), sums[: slot + 1]])

@@ -8,10 +8,10 @@ from talk_fairseq.ops.dispatch import backend_name, register
 def short_conv(x, weight, left):
     """Compute ``out[t] = sum(weight[k] * x[t - left + k] for k in range(K))``, channel by channel.
 
-    It is the computation of :class:`talk_fairseq.modules.ShortConv`.
+    It is a depthwise ``torch.nn.functional.conv1d``, with zeros beyond the ends.
 
     Args:
-        x: (T, B, C); zeros stand beyond its ends.
+        x: (T, B, C).
         weight: (K, C), on the same device.
         left: taps on the left of t, 0 to K - 1.
 
@@ -21,11 +21,6 @@ def short_conv(x, weight, left):
 
     Raises:
         ValueError: shapes or devices do not match, or `left` is not that of a tap.
-
-    Equivalent to::
-
-        padded = F.pad(x.permute(1, 2, 0), (left, K - 1 - left))
-        out = F.conv1d(padded, weight.t().unsqueeze(1), groups=C).permute(2, 0, 1)
     """
     K, C = weight.shape
     if x.dim() != 3 or x.shape[2] != C:

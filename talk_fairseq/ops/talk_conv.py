@@ -9,6 +9,7 @@ from talk_fairseq.ops.reference import talk_conv_reference, talk_conv_update_ref
 from talk_fairseq.ops.state import TaLKConvState
 
 _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_INTEGERS = (int, torch.SymInt, np.integer)
 
 
 def talk_conv(x, offset_left, offset_right, max_left, max_right):
@@ -20,12 +21,8 @@ def talk_conv(x, offset_left, offset_right, max_left, max_right):
         out[t] = sum of x over [t - u_l, t + u_r] / (max_left + max_right + 1)
 
     where a token that an end cuts counts by the part inside, and ends stop at the sequence's.
-    Time and memory are linear in T, whatever the windows, as long as offsets are not far above 1.
-    On a CPU, larger windows do not change the time, and a thread keeps as many rows as the longest
-    has. On a GPU with 227 KiB of shared memory for a block, windows of more than about 1,500 tokens
-    on either side (800 in float16 and bfloat16) also need prefix sums in memory, 4.4 bytes for each
-    element of x (8.5 in float64); in the backward pass, windows of more than about 115 tokens on
-    either side need 52 bytes (68) for each time step and head.
+    Time and memory are linear in T, whatever the windows, as long as offsets are not far above 1;
+    docs/operator.md says how much memory, and README.md has the same as a weighted sum.
 
     Args:
         x: (T, B, C) in float64, float32, float16 or bfloat16; any strides.
@@ -44,18 +41,8 @@ def talk_conv(x, offset_left, offset_right, max_left, max_right):
         TypeError: an argument is not a tensor (or an int) of an expected dtype.
         ValueError: shapes or devices do not match, H does not divide C, a window is negative,
             or ``TALK_CONV_BACKEND`` (reference, cpu, cuda) names a backend that cannot take `x`.
-
-    Equivalent to a weight for each pair of time steps, which is never built::
-
-        t, j = torch.arange(T)[:, None, None, None], torch.arange(T)
-        a_l = (t - offset_left[..., None] * max_left).clamp(min=0)
-        a_r = (t + offset_right[..., None] * max_right).clamp(max=T - 1)
-        weight = (a_r - j + 1).clamp(0, 1) - (a_l - j).clamp(0, 1)  # (T, B, H, T)
-        out = torch.einsum("tbhj,jbhr->tbhr", weight, x.view(T, B, H, C // H))
-        out = out.reshape(T, B, C) / (max_left + max_right + 1)
     """
-    if not _is_valid(x, offset_left, offset_right, max_left, max_right):
-        _validate(x, offset_left, offset_right, max_left, max_right)
+    _validate(x, offset_left, offset_right, max_left, max_right)
     if backend_name(x) == "reference":
         return talk_conv_reference(x, offset_left, offset_right, max_left, max_right)
     dtype = x.dtype
@@ -89,12 +76,8 @@ def talk_conv_update(x, offset_left, state, max_left):
     Raises:
         TypeError, ValueError: as :func:`talk_conv`; TypeError for a `state` of another type,
             ValueError for one of other sequences, channels, device or dtype.
-
-    Equivalent to ``talk_conv(xs, offsets, None, max_left, 0)[-S:]`` with `xs` and `offsets` of all
-    the steps so far.
     """
-    if not _is_valid(x, offset_left, None, max_left, 0):
-        _validate(x, offset_left, None, max_left, 0)
+    _validate(x, offset_left, None, max_left, 0)
     if not isinstance(state, TaLKConvState):
         raise TypeError(f"state: expected a TaLKConvState, got {type(state).__name__}")
     return talk_conv_update_unchecked(x, offset_left, state, max_left)
@@ -110,109 +93,75 @@ def talk_conv_update_unchecked(x, offset_left, state, max_left):
         raise ValueError(f"state: expected device {x.device} as of x, got {sums.device}")
     if (sums.dtype == torch.float64) != (x.dtype == torch.float64):
         raise ValueError(f"state: expected one for {x.dtype} as of x, got {sums.dtype}")
-    backend = backend_name(x)
-    if (
-        torch.compiler.is_compiling()
+    plain = (
+        backend_name(x) == "reference"
+        or torch.compiler.is_compiling()
         or transforms_are_active()
         or forward_ad._current_level >= 0
         or torch.is_grad_enabled()
         and (x.requires_grad or offset_left.requires_grad or sums.requires_grad)
-    ):
-        backend = "reference"
-    if S > 1 or backend == "reference":
+    )
+    if S > 1 or plain:
         # A step of one sequence may overwrite what another still has to read in a later one.
         state.settle()
-    if backend == "reference":
-        out, state.sums = talk_conv_update_reference(
-            x, offset_left, state.sums, state.steps, max_left
-        )
+    sums, steps = state.sums, state.steps
+    if plain:
+        out, state.sums = talk_conv_update_reference(x, offset_left, sums, steps, max_left)
     elif x.numel() == 0:
         out = torch.empty_like(x)
     else:
         if offset_left.dtype != x.dtype:
             offset_left = offset_left.to(torch.float32 if x.dtype.itemsize == 2 else x.dtype)
-        out = backend_of(x).update(
-            x.contiguous(),
-            offset_left.contiguous(),
-            state.sums,
-            state.origin,
-            state.steps,
-            max_left,
-        )
+        x, offset_left = x.contiguous(), offset_left.contiguous()
+        out = backend_of(x).update(x, offset_left, sums, state.origin, steps, max_left)
     state.advance(S)
     return out
 
 
-def _is_valid(x, offset_left, offset_right, max_left, max_right):
-    """Return whether the arguments are usual and valid, in half the time of `_validate`.
-
-    A few unusual ones, such as sizes of NumPy, are left to `_validate`.
-    """
-    if not (isinstance(x, torch.Tensor) and isinstance(offset_left, torch.Tensor)):
-        return False
-    shape, heads, device = x.shape, offset_left.shape, x.device
-    if not (
-        x.dtype in _DTYPES
-        and offset_left.dtype in _DTYPES
-        and offset_left.device == device
-        and len(shape) == len(heads) == 3
-        and type(max_left) is type(max_right) is int
-        and 0 <= max_left < 2**31
-        and 0 <= max_right < 2**31
-    ):
-        return False
-    T, B, C = shape
-    rows, sequences, H = heads
-    if rows != T or sequences != B or H == 0 or C % H:
-        return False
-    if offset_right is None:
-        return max_right == 0
-    return (
-        isinstance(offset_right, torch.Tensor)
-        and offset_right.dtype in _DTYPES
-        and offset_right.shape == heads
-        and offset_right.device == device
-    )
-
-
 def _validate(x, offset_left, offset_right, max_left, max_right):
-    """Raise an error that names what is wrong with the arguments."""
-    for name, tensor in (("x", x), ("offset_left", offset_left), ("offset_right", offset_right)):
-        if tensor is None and name == "offset_right":
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(
-                f"{name}: expected float64, float32, float16 or bfloat16, got {tensor.dtype}"
-            )
-        if tensor.dim() != 3:
-            layout = "(T, B, C)" if name == "x" else "(T, B, H)"
-            raise ValueError(f"{name}: expected shape {layout}, got {tuple(tensor.shape)}")
-        if tensor.device != x.device:
-            raise ValueError(f"{name}: expected device {x.device} as of x, got {tensor.device}")
+    """Raise an error that names what is wrong with the arguments.
+
+    Every call comes here, so that it takes a microsecond for arguments that are right.
+    """
+    _check_tensor("x", x, "(T, B, C)")
+    device = x.device
+    _check_tensor("offset_left", offset_left, "(T, B, H)", device)
+    if offset_right is not None:
+        _check_tensor("offset_right", offset_right, "(T, B, H)", device)
     for name, size in (("max_left", max_left), ("max_right", max_right)):
-        if not isinstance(size, (int, torch.SymInt, np.integer)) or isinstance(size, bool):
+        if type(size) is not int and (type(size) is bool or not isinstance(size, _INTEGERS)):
             raise TypeError(f"{name}: expected an int, got {type(size).__name__} {size!r}")
         if not 0 <= size < 2**31:
             raise ValueError(f"{name}: expected a window of 0 to 2^31 - 1 tokens, got {size}")
     T, B, C = x.shape
-    H = offset_left.shape[2]
-    if offset_left.shape[:2] != x.shape[:2]:
+    rows, sequences, H = heads = offset_left.shape
+    if rows != T or sequences != B:
         raise ValueError(
-            f"offset_left: expected shape ({T}, {B}, H) as of x {tuple(x.shape)}, "
-            f"got {tuple(offset_left.shape)}"
+            f"offset_left: expected shape ({T}, {B}, H) as of x {T, B, C}, got {tuple(heads)}"
         )
     if H == 0 or C % H:
         raise ValueError(f"offset_left: expected a number of heads that divides C = {C}, got {H}")
     if offset_right is None:
         if max_right:
             raise ValueError(f"max_right: expected 0 without offset_right, got {max_right}")
-    elif offset_right.shape != offset_left.shape:
+    elif offset_right.shape != heads:
         raise ValueError(
-            f"offset_right: expected shape {tuple(offset_left.shape)} as of offset_left, "
+            f"offset_right: expected shape {tuple(heads)} as of offset_left, "
             f"got {tuple(offset_right.shape)}"
         )
+
+
+def _check_tensor(name, tensor, layout, device=None):
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in _DTYPES:
+        raise TypeError(
+            f"{name}: expected float64, float32, float16 or bfloat16, got {tensor.dtype}"
+        )
+    if tensor.dim() != 3:
+        raise ValueError(f"{name}: expected shape {layout}, got {tuple(tensor.shape)}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name}: expected device {device} as of x, got {tensor.device}")
 
 
 _forward = register(

@@ -36,10 +36,8 @@ class FusedAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         """Update all parameters that have a gradient; return what `closure` returns, or None."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for group in self.param_groups:
             # One call for all parameters that have the same number of updates: nearly always all.
             same = collections.defaultdict(list)
@@ -64,27 +62,18 @@ class FusedAdam(torch.optim.Optimizer):
         return state["step"]
 
     def _update(self, params, step, group):
-        states = [self.state[p] for p in params]
-        means = [state["exp_avg"] for state in states]
+        means = [self.state[p]["exp_avg"] for p in params]
+        squares = [self.state[p]["exp_avg_sq"] for p in params]
         wide = [p.to(mean.dtype) for p, mean in zip(params, means)]
+        gradients = [p.grad.to(mean.dtype) for p, mean in zip(params, means)]
+        steps = [torch.tensor(float(step), device=params[0].device)] * len(params)
         beta1, beta2 = group["betas"]
-        number = torch.tensor(float(step), device=params[0].device)
+        # PyTorch adds eps to the corrected root, fairseq to the root as it is.
+        eps = group["eps"] / math.sqrt(1 - beta2**step)
         torch._fused_adamw_(
-            wide,
-            [p.grad.to(mean.dtype) for p, mean in zip(params, means)],
-            means,
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [number] * len(params),
-            lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            # PyTorch adds eps to the corrected root, fairseq to the root as it is.
-            eps=group["eps"] / math.sqrt(1 - beta2**step),
-            amsgrad=False,
-            maximize=False,
-        )
+            wide, gradients, means, squares, [], steps, lr=group["lr"], beta1=beta1, beta2=beta2,
+            weight_decay=group["weight_decay"], eps=eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
         for p, rounded in zip(params, wide):
             if rounded is not p:
                 p.copy_(rounded)

@@ -4,11 +4,10 @@ docs/own_data.md has the commands to prepare, train, generate and score. fairseq
 task's options from its flags, not from the checkpoint.
 """
 
-import dataclasses
 import json
 import logging
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Optional  # fairseq does not read `str | None`
 
@@ -63,10 +62,9 @@ class TaLKSummarizationTask(TranslationTask):
     """
 
     def __init__(self, cfg, src_dict, tgt_dict):
-        if cfg.max_source_positions < 2:
-            raise ValueError(
-                f"max_source_positions: expected at least 2, got {cfg.max_source_positions}"
-            )
+        longest = cfg.max_source_positions
+        if longest < 2:
+            raise ValueError(f"max_source_positions: expected at least 2, got {longest}")
         self.eval_rouge_options = generation_options(cfg.eval_rouge_args)
         cfg.truncate_source = True  # fairseq cuts to max_source_positions, and keeps the end
         super().__init__(cfg, src_dict, tgt_dict)
@@ -77,8 +75,6 @@ class TaLKSummarizationTask(TranslationTask):
         src_tokens = [torch.cat([tokens[:-1][: longest - 1], tokens[-1:]]) for tokens in src_tokens]
         src_lengths = [len(tokens) for tokens in src_tokens]
         return super().build_dataset_for_inference(src_tokens, src_lengths, **kwargs)
-
-    # Generation
 
     def build_generator(self, models, args, seq_gen_cls=None, extra_gen_cls_kwargs=None, **kwargs):
         """Return fairseq's generator, or with ``stepwise_lenpen`` our own.
@@ -95,16 +91,13 @@ class TaLKSummarizationTask(TranslationTask):
             seq_gen_cls = seq_gen_cls or StepwiseLengthPenaltyGenerator
         return super().build_generator(models, args, seq_gen_cls, extra_gen_cls_kwargs, **kwargs)
 
-    # Validation
-
     def build_model(self, cfg, from_checkpoint=False):
         """Build the model, and with ``eval_rouge`` the generator that validation uses."""
         model = super().build_model(cfg, from_checkpoint)
         if self.cfg.eval_rouge:
             rouge_sums([], [])  # fails here, not after the first epoch, without rouge-score
-            self.rouge_generator = self.build_generator(
-                [model], Namespace(**self.eval_rouge_options)
-            )
+            options = Namespace(**self.eval_rouge_options)
+            self.rouge_generator = self.build_generator([model], options)
         return model
 
     def valid_step(self, sample, model, criterion):
@@ -119,18 +112,16 @@ class TaLKSummarizationTask(TranslationTask):
         return loss, sample_size, logging_output
 
     def _summarize(self, sample, model):
+        bpe, pad = self.cfg.eval_rouge_remove_bpe, self.tgt_dict.pad()
+
         def text(tokens, unknown):
             # Otherwise an unknown word of the reference would match one of the hypothesis.
-            return self.tgt_dict.string(
-                tokens.int().cpu(), self.cfg.eval_rouge_remove_bpe, unk_string=unknown
-            )
+            return self.tgt_dict.string(tokens.int().cpu(), bpe, unk_string=unknown)
 
         generated = self.inference_step(self.rouge_generator, [model], sample)
         hypotheses = [text(beam[0]["tokens"], "unknowninhypothesis") for beam in generated]
-        references = [
-            text(utils.strip_pad(target, self.tgt_dict.pad()), "unknowninreference")
-            for target in sample["target"]
-        ]
+        targets = (utils.strip_pad(target, pad) for target in sample["target"])
+        references = [text(target, "unknowninreference") for target in targets]
         if self.cfg.eval_rouge_print_samples:
             logger.info("example hypothesis: " + hypotheses[0])
             logger.info("example reference: " + references[0])
@@ -158,7 +149,7 @@ def generation_options(text):
         options = None
     if not isinstance(options, dict):
         raise ValueError(f"eval_rouge_args: expected a JSON object, got {text!r}")
-    known = {option.name for option in dataclasses.fields(GenerationConfig)}
+    known = {option.name for option in fields(GenerationConfig)}
     for name in options.keys() - known:
         raise ValueError(f"eval_rouge_args: expected options of generation, got {name!r}")
     return options
