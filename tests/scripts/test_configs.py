@@ -87,7 +87,7 @@ wmt16_en_de:
   # Table 3 of Wu et al., 2019
   ablation_01_self_attention:  [transformer_wmt_en_de_big, [0.3, 0.1], 5, 0.5]
   ablation_02_limited_windows: [transformer_limited_wmt_en_de_big, [0.3, 0.1], 5, 0.5, &ablated {
-                                common.user_dir: scripts/pipeline/recipes/ablated}]
+                                common.user_dir: configs/models/ablated}]
   ablation_03_cnn:             [lightconv_cnn_wmt_en_de_big, [0.3, 0.1, 0.0], 5, 0.5, &three {
                                 <<: [*ablated, *ungated],
                                 encoder_kernel_size_list: [3, 3, 3, 3, 3, 3, 3],

@@ -9,10 +9,9 @@ from torch.testing import assert_close
 
 pytest.importorskip("fairseq")
 
+from copying import CopyingLightConvModel
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY
-
-from pipeline.compare.copying import CopyingLightConvModel
 
 WORDS = 30
 

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("fairseq")
 
-from pipeline.compare.retention import Retention
+from retention import Retention
 
 T, B, C, H = 9, 2, 32, 4
 

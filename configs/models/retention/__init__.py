@@ -1,6 +1,6 @@
 """Retention (RetNet; Sun et al., 2023), a linear-time peer of the language models.
 
-A user directory of fairseq: ``--user-dir scripts/pipeline/compare/retention --arch retention_lm``.
+A user directory of fairseq: ``--user-dir configs/models/retention --arch retention_lm``.
 """
 
 import torch
