@@ -11,7 +11,8 @@ Tokens are random; a model is scored where the task asks for something:
     recall   the token that followed this one before, of 4 pairs
 
 "4x" is the same model on sequences four times as long. Accuracies are in percent, a number for each
-seed. The systems are in configs/verses/synthetic.yaml. Writes OUTPUT.json, after each system, and
+seed. Each system trains in each task at the rate of --lr that is best on other sequences, with the
+first seed. The systems are in configs/verses/synthetic.yaml. Writes OUTPUT.json, after each system, and
 OUTPUT.md.
 """
 
@@ -35,7 +36,7 @@ WORDS, T, B = 32, 64, 16
 LONGER = 4  # times T
 MARKER = BLANK = WORDS  # beside the words
 IGNORED = -100  # by the loss
-UNSEEN = 1000  # more than any seed of a training
+UNSEEN = 1000  # more than any seed of a training; this one itself is of validation
 REACH = 14  # of a marker
 SEGMENT = 8  # of a marker and words
 PAIRS = 4
@@ -147,22 +148,33 @@ def accuracy(model, first, task, length, seed, batches=8):
     return 100 * right / asked
 
 
+def trained(flags, task, args, lr, seed):
+    """Return a trained model, and the index of the first word in it."""
+    model, first = build(flags, seed)
+    train(model, first, task, args.steps, lr, seed)
+    return model, first
+
+
 def measure(flags, task, args):
-    """Return the accuracies of a system in a task, {"1x": [one for each seed], "4x": …}."""
-    found = {"1x": [], f"{LONGER}x": []}
+    """Return the rate of a system in a task, and its accuracies.
+
+    They are ``{"rate": …, "1x": [one for each seed], "4x": …}``.
+    """
+    at = {lr: trained(flags, task, args, lr, seed=1) for lr in args.lr}
+    rate = max(args.lr, key=lambda lr: accuracy(*at[lr], task, T, seed=0))
+    found = {"rate": rate, "1x": [], f"{LONGER}x": []}
     for seed in range(1, args.seeds + 1):
-        model, first = build(flags, seed)
-        train(model, first, task, args.steps, args.lr, seed)
-        for name, length in zip(found, (T, LONGER * T)):
-            found[name].append(accuracy(model, first, task, length, seed))
+        model = at[rate] if seed == 1 else trained(flags, task, args, rate, seed)
+        for name, length in (("1x", T), (f"{LONGER}x", LONGER * T)):
+            found[name].append(accuracy(*model, task, length, seed))
     return found
 
 
 def table(results, tasks):
     """Return the accuracies in Markdown: a row for each system, a column for each task."""
-    rows = []
+    rows, lengths = [], ("1x", f"{LONGER}x")
     for name, row in results.items():
-        cells = [row[task][length] for task in tasks if task in row for length in row[task]]
+        cells = [row[task][length] for task in tasks if task in row for length in lengths]
         rows.append([name, *(", ".join(f"{x:.0f}" for x in cell) for cell in cells)])
     return markdown(["", *(f"{task}{end}" for task in tasks for end in ("", f", {LONGER}x"))], rows)
 
@@ -175,7 +187,8 @@ def parse(arguments=None):
     add("--systems", type=several(one_of(systems)), default=list(systems), help="(default: all)")
     add("--seeds", type=at_least(1), default=2, help="trainings of each (default: 2)")
     add("--steps", type=at_least(1), default=400, help="of a training (default: 400)")
-    add("--lr", type=at_least(0, float), default=3e-3, help="peak learning rate (default: 3e-3)")
+    add("--lr", type=several(at_least(0, float)), default=[3e-3, 1e-2],
+        help="peak learning rates to choose from (default: 3e-3,1e-2)")  # fmt: skip
     add("--output", type=Path, default=Path("results/synthetic"), help="(default: %(default)s)")
     return parser.parse_args(arguments), systems
 
