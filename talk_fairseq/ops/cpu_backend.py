@@ -195,8 +195,8 @@ def _run(kernel, rows, offset_left, offset_right, max_left, max_right, *argument
 
 def _share(work, threads):
     """Call `work` on 0 to `threads` - 1, each in a thread."""
-    others = ()
-    if threads > 1:
-        others = _pool(os.getpid(), torch.get_num_threads()).map(work, range(1, threads))
+    if threads == 1:
+        return work(0)
+    others = _pool(os.getpid(), torch.get_num_threads()).map(work, range(1, threads))
     work(0)
     list(others)  # which waits, and raises what one of them has

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from talk_fairseq.ops.dispatch import backend_name, backend_of, register, transforms_are_active
 from talk_fairseq.ops.reference import talk_conv_reference, talk_conv_update_reference
@@ -95,7 +96,7 @@ def talk_conv_update_unchecked(x, offset_left, state, max_left):
         raise ValueError(f"state: expected one for {x.dtype} as of x, got {sums.dtype}")
     plain = (
         backend_name(x) == "reference"
-        or torch.compiler.is_compiling()
+        or is_compiling()
         or transforms_are_active()
         or forward_ad._current_level >= 0
         or torch.is_grad_enabled()
