@@ -32,6 +32,7 @@ class EncoderAttention(MultiheadAttention):
 
     def __init__(self, *args, copies=False, **options):
         super().__init__(*args, **options)
+        self.dropout_module.module_name = "MultiheadAttention"  # for --retain-dropout-modules
         self.copies = copies
         if copies:
             if self.vdim != self.embed_dim:

@@ -55,7 +55,9 @@ def test_equals_fairseqs_with_repeated_sentences(k, T, weights):
 
 
 def test_dropout_in_training():
-    ours, _ = attentions(dropout=0.5)
+    ours, theirs = attentions(dropout=0.5)
+    names = [one.dropout_module.module_name for one in (ours, theirs)]
+    assert names == ["MultiheadAttention"] * 2  # for --retain-dropout-modules
     memory, mask = encoded(50, 2)
     query = torch.randn(1, 2, 8)
     first, second = (ours.train()(query, memory, memory, mask, {})[0] for _ in range(2))
