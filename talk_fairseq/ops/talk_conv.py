@@ -23,7 +23,7 @@ def talk_conv(x, offset_left, offset_right, max_left, max_right):
 
     where a token that an end cuts counts by the part inside, and ends stop at the sequence's.
     Time and memory are linear in T, whatever the windows, as long as offsets are not far above 1;
-    docs/operator.md says how much memory, and README.md has the same as a weighted sum.
+    docs/operator.md says how much memory.
 
     Args:
         x: (T, B, C) in float64, float32, float16 or bfloat16; any strides.
@@ -42,6 +42,15 @@ def talk_conv(x, offset_left, offset_right, max_left, max_right):
         TypeError: an argument is not a tensor (or an int) of an expected dtype.
         ValueError: shapes or devices do not match, H does not divide C, a window is negative,
             or ``TALK_CONV_BACKEND`` (reference, cpu, cuda) names a backend that cannot take `x`.
+
+    Equivalent to a weight for each pair of time steps, which is never built::
+
+        t, j = torch.arange(T)[:, None, None, None], torch.arange(T)
+        a_l = (t - offset_left[..., None] * max_left).clamp(min=0)
+        a_r = (t + offset_right[..., None] * max_right).clamp(max=T - 1)
+        weight = (a_r - j + 1).clamp(0, 1) - (a_l - j).clamp(0, 1)  # (T, B, H, T)
+        out = torch.einsum("tbhj,jbhr->tbhr", weight, x.view(T, B, H, C // H))
+        out = out.reshape(T, B, C) / (max_left + max_right + 1)
     """
     _validate(x, offset_left, offset_right, max_left, max_right)
     if backend_name(x) == "reference":
@@ -77,6 +86,9 @@ def talk_conv_update(x, offset_left, state, max_left):
     Raises:
         TypeError, ValueError: as :func:`talk_conv`; TypeError for a `state` of another type,
             ValueError for one of other sequences, channels, device or dtype.
+
+    Equivalent to ``talk_conv(xs, offsets, None, max_left, 0)[-S:]`` with `xs` and `offsets` of all
+    the steps so far.
     """
     _validate(x, offset_left, None, max_left, 0)
     if not isinstance(state, TaLKConvState):
