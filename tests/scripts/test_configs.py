@@ -302,6 +302,7 @@ PAPER = {
 
 def composed(name, *overrides):
     """The config of `name` as fairseq-hydra-train has it when it builds the model."""
+    configs.import_models(OmegaConf.load(CONFIGS / f"{name}.yaml"))  # as its command does
     benchmark, system = name.split("/")
     initialize.hydra_init(system)
     with (
