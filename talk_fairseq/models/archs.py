@@ -88,11 +88,7 @@ _BIG_LM = {
     "decoder_attention_heads": 16,
 }
 
-_PLUS_LM = {
-    name: value
-    for name, value in _PLUS.items()
-    if name != "copy_attention" and not name.startswith("encoder")
-}
+_PLUS_LM = {k: value for k, value in _PLUS.items() if not k.startswith(("encoder", "copy"))}
 
 TALKCONV_LM = {
     # Beyond the paper.

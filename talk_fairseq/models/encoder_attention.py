@@ -69,8 +69,8 @@ class EncoderAttention(MultiheadAttention):
                     state["padding"] = None  # for all steps
                 state["sentences"] = _sentences(N, query.shape[1] // N, query.device)
                 self._set_input_buffer(incremental_state, state)
-        need_head_weights = need_head_weights and (incremental_state is None or self.need_attn)
-        need_weights = need_weights and (incremental_state is None or self.need_attn)
+        if incremental_state is not None and not self.need_attn:
+            need_weights = need_head_weights = False
         T, B, C = query.shape
         H, R = self.num_heads, self.head_dim
         keys, values, padding = state["keys"], state["values"], state["padding"]
