@@ -284,7 +284,7 @@ def test_a_missing_seed_is_not_averaged_away(played, verses, tmp_path):
     played.broken = "train talkconv"  # only its second seed is still to be trained
     assert sweep.main(arguments(verses, out, "--seeds", "2")) == 1
     lines = (out / "compare.md").read_text().splitlines()
-    [row] = [line for line in lines if line.startswith("| talkconv ")]
+    row, *_ = [line for line in lines if line.startswith("| talkconv ")]
     assert "seed 2: fairseq-train failed: RuntimeError: no" in row and "100.00" not in row
 
 

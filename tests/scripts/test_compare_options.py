@@ -10,6 +10,7 @@ from comparisons import dictionaries, refusal
 pytest.importorskip("fairseq")
 
 from pipeline.common import fairseq, systems
+from pipeline.common.command import BadInput
 from pipeline.common.fairseq import CPU_ENVIRONMENT
 from pipeline.common.models import build_model, configure, parse_words
 from pipeline.common.systems import words
@@ -52,6 +53,7 @@ def test_parameters_are_within_five_percent(tmp_path, preset, task):
         (["--target-lang", "fr"], "train.fr: no such file"),
         (["--data", "nowhere"], "train.es: no such file"),
         (["--task", "lm", "--source-lang", "es"], "--source-lang: expected none"),
+        (["--preset", "cpu_long", "--task", "lm"], "--preset: expected cpu or gpu with --task lm"),
         (["--tokens", "512"], "--tokens: expected none without --task lm"),
         (["--task", "lm", "--tokens", "1025"], "--tokens: expected at most a batch of 1024"),
     ],
@@ -81,6 +83,22 @@ def test_blocks_of_another_length():
     ):
         at = words_of_a_command.index("--tokens-per-sample")
         assert words_of_a_command[at + 1] == "1024"
+
+
+def test_the_long_preset_has_a_rate_and_dropout_of_its_own(tmp_path, monkeypatch):
+    args = sweep.parse(["--preset", "cpu_long"])
+    assert args.out.name == "mt_cpu_long" and args.device == "cpu"
+    assert args.rates.keys() == args.systems.keys() == sweep.parse([]).systems.keys()
+    assert (args.rates["talkconv_plus"], args.rates["transformer"]) == (["4e-3"], ["1e-3"])
+    assert set(map(tuple, sweep.parse(["--preset", "cpu_long", "--lr", "1,2"]).rates.values())) == {
+        ("1", "2")
+    }
+    for preset, updates, dropout in (("cpu", 1600, 0.1), ("cpu_long", 8000, 0.2)):
+        args = sweep.parse(["--preset", preset])
+        data = dictionaries(tmp_path / preset, args.languages, 3992)
+        for flags in args.systems.values():
+            model = parse_words(training_words(args, data, flags))
+            assert (model.max_update, model.dropout) == (updates, dropout)
 
 
 def test_a_gpu_that_is_not_there(tmp_path, capsys, monkeypatch):
@@ -118,6 +136,8 @@ def test_systems_of_ones_own(tmp_path, monkeypatch):
     args = sweep.parse(["--systems", "mine,talkconv"])
     assert list(args.systems) == ["mine", "talkconv"]
     assert "mine" in sweep.parse([]).systems
+    with pytest.raises(BadInput, match="--lr: expected rates for mine"):
+        sweep.parse(["--preset", "cpu_long", "--systems", "mine"])
     data = dictionaries(tmp_path / "bin", args.languages, 3992)
     # A system's flags replace what all share.
     mine, other = (

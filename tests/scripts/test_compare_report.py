@@ -5,7 +5,7 @@ from comparisons import cells, synthetic
 
 pytest.importorskip("fairseq")
 
-from pipeline.compare.report import speed_figure, table, validation_figure
+from pipeline.compare.report import reached, speed_figure, table, validation_figure
 
 
 def test_the_table():
@@ -32,6 +32,21 @@ def test_the_tables_of_the_other_tasks():
     summaries["lead"] = {"words": 8, "rouge_1": 20.0, "rouge_2": 5.0, "rouge_l": 18.0}
     assert cells(summaries, "talkconv")[2:6] == ["31.00", "11.00", "", "20.50"]
     assert cells(summaries, "first 8 words")[2:6] == ["20.00", "5.00", "", "18.00"]
+
+
+def test_when_each_system_is_as_good_as_each_other():
+    systems = synthetic()["systems"]
+    for name, perplexities in (("talkconv", [40, 20]), ("transformer", [60, 30])):
+        first = systems[name]["seeds"]["1"]
+        first["validation"] = [
+            {**entry, "ppl": ppl} for entry, ppl in zip(first["validation"], perplexities)
+        ]
+    systems["talkconv"]["speed"] = None
+    _, headers, _, *rows = ([cell.strip() for cell in line.strip("| ").split("|")]
+                            for line in reached(systems))  # fmt: skip
+    assert headers[1:] == ["transformer, 30.00", "talkconv, 20.00"]
+    assert rows == [["transformer", "200 (3.3)"], ["talkconv", "200", "200"]]
+    assert reached({"talkconv": systems["talkconv"], "broken": systems["broken"]}) == []
 
 
 def test_validation_curves_over_updates_and_measured_time():

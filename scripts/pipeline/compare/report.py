@@ -25,7 +25,7 @@ SCORE_HEADERS = {
 
 def write_results(out, results):
     """Print the table; write it with all numbers and the figures to the folder `out`."""
-    lines = "\n".join(table(results)) + "\n"
+    lines = "\n".join([*table(results), *reached(results["systems"])]) + "\n"
     write_json(out / "results.json", results)
     write_whole(out / "compare.md", lines)
     measured = [row for row in results["systems"].values() if "score" in row and row["speed"]]
@@ -64,6 +64,28 @@ def table(results):
     rows += [[name, None, *cells] for name, cells in baseline_rows(results)]
     rows = [row + [None] * (len(headers) - len(row)) for row in rows]
     return [*markdown(headers, rows).split("\n"), "", *notes(results)]
+
+
+def reached(systems):
+    """Return the lines of a table of when each system validates as well as each other at its best.
+
+    The validation is that of the first seed that was trained.
+    """
+    seeds = {name: list(row["seeds"].values()) for name, row in systems.items() if row["seeds"]}
+    runs = {name: first["validation"] for name, (first, *_) in seeds.items()}
+    best = {name: min(entry["ppl"] for entry in run) for name, run in runs.items()}
+    aims = sorted(best, key=best.get, reverse=True)
+    rows = []
+    for name in aims:
+        speed, cells = systems[name]["speed"], []
+        for aim in aims:
+            updates = next((e["updates"] for e in runs[name] if e["ppl"] <= best[aim]), None)
+            minutes = updates and speed and updates * speed["seconds_per_update"] / 60
+            cells.append(updates and f"{updates:,}" + (f" ({minutes:.1f})" if minutes else ""))
+        rows.append([name, *cells])
+    title = "updates (minutes) to the validation perplexity of"
+    headers = [title, *(f"{name}, {best[name]:.2f}" for name in aims)]
+    return ["", *markdown(headers, rows).split("\n")] if len(rows) > 1 else []
 
 
 def faster(base, other, part):
@@ -135,7 +157,7 @@ def notes(results):
     if sizes and max(sizes) > 1.05 * min(sizes):
         yield "The sizes differ by more than 5%."
     yield "Speeds: medians of turns in one process; peak memory: of a training step."
-    if results["preset"] == "cpu":
+    if results["preset"] != "gpu":
         yield "Float32; matrix products in bfloat16 where the processor has it."
     else:
         yield "Float16."

@@ -82,9 +82,10 @@ def parse(arguments=None):
     """Return the options, with what depends on others filled in. Raises BadInput."""
     options = parser("compare.sh", DESCRIPTION)
     add = options.add_argument
-    add("--preset", choices=("cpu", "gpu"), default="cpu",
-        help="cpu: small models, an hour to two on two cores; gpu: models of IWSLT's size and "
-        "three seeds on one GPU (default: cpu)")  # fmt: skip
+    add("--preset", choices=("cpu", "cpu_long", "gpu"), default="cpu",
+        help="cpu: small models, an hour to two on two cores; cpu_long: translation by them, with "
+        "five times as many updates and more dropout; gpu: models of IWSLT's size and three seeds "
+        "on one GPU (default: cpu)")  # fmt: skip
     add("--task", choices=TITLES, default="mt", help="see above (default: mt)")
     add("--data", type=Path, help="another corpus: {train,valid,test}.LANG, one sentence a line, "
         "also with .gz (default: data/bible-es-en)")  # fmt: skip
@@ -95,7 +96,8 @@ def parse(arguments=None):
     add("--seeds", type=at_least(1), metavar="N",
         help="runs of each system, with seeds 1 to N (default: 1; gpu: 3)")  # fmt: skip
     add("--updates", type=at_least(1), metavar="N",
-        help="of each run (default: 1,600; lm: 1,200; summ: 2,000; gpu: 2,500)")  # fmt: skip
+        help="of each run (default: 1,600; lm: 1,200; summ: 2,000; cpu_long: 8,000; gpu: "
+        "2,500)")  # fmt: skip
     add("--tokens", type=at_least(1), metavar="N",
         help="of the blocks that a language model sees (default: 256; gpu: 512)")  # fmt: skip
     add("--lr", type=learning_rates, metavar="A,B",
@@ -107,10 +109,15 @@ def parse(arguments=None):
     add("--restart", action="store_true", help="throw away what an earlier comparison left there")
     args = options.parse_args(arguments)
 
-    preset = read_systems(f"{args.preset}_{'lm' if args.task == 'lm' else 'seq2seq'}")
-    args.device = "cuda" if args.preset == "gpu" else "cpu"
+    device, _, length = args.preset.partition("_")
+    preset = read_systems(f"{device}_{'lm' if args.task == 'lm' else 'seq2seq'}")
+    schedule = preset["schedules"].get(f"{args.task}_{length}".strip("_"))
+    if schedule is None:
+        raise BadInput(f"--preset: expected cpu or gpu with --task {args.task}, got {args.preset}")
+    args.device = "cuda" if device == "gpu" else "cpu"
     args.commands, args.training = preset["commands"], preset["training"]
-    args.schedule = SimpleNamespace(**preset["schedules"][args.task])
+    args.training |= schedule.pop("training", {})
+    args.schedule = SimpleNamespace(**schedule)
     if args.tokens:
         if args.task != "lm":
             raise BadInput("--tokens: expected none without --task lm")
@@ -119,10 +126,11 @@ def parse(arguments=None):
         args.schedule.flags["tokens-per-sample"] = args.tokens
     args.seeds = args.seeds or args.schedule.seeds
     args.updates = args.updates or args.schedule.updates
-    args.rates = args.lr or list(map(str, args.schedule.rates))
+    args.lr = args.lr or args.schedule.rates  # of all systems, or of each
     args.jobs = args.jobs or (min(cores(), 4) if args.device == "cpu" else 1)
     args.reference = preset["reference"]
     args.systems = choose_systems(args, preset["systems"])
+    args.rates = {name: rates_of(name, args.lr) for name in args.systems}
     *source, target = LANGUAGES[args.task]
     if args.source_lang and not source:
         raise BadInput("--source-lang: expected none with --task lm")
@@ -134,6 +142,13 @@ def parse(arguments=None):
     args.data = (args.data or ROOT / "data/bible-es-en").absolute()
     args.out = (args.out or ROOT / f"compare/{args.task}_{args.preset}").absolute()
     return args
+
+
+def rates_of(name, rates):
+    """Return the rates that a system tries. Raises BadInput."""
+    if isinstance(rates, dict) and (rates := rates.get(name)) is None:
+        raise BadInput(f"--lr: expected rates for {name}, of which the preset has none")
+    return list(map(str, rates))
 
 
 def choose_systems(args, known):
@@ -172,8 +187,8 @@ class Comparison:
             self.folder.made += map(glob.escape, earlier)
         if args.device == "cuda" and not has_gpu():
             raise BadInput("--preset: expected cpu on a machine without a GPU, got gpu")
-        runs = len(args.rates) + 2 * args.seeds - 1  # and their evaluations
-        self.steps, self.numbers = 3 + runs * len(args.systems), itertools.count(1)
+        runs = sum(len(rates) + 2 * args.seeds - 1 for rates in args.rates.values())
+        self.steps, self.numbers = 3 + runs, itertools.count(1)  # with evaluations of runs
         self.rates, self.failures = {}, {}
 
     def open_folder(self):
@@ -184,7 +199,7 @@ class Comparison:
             "task": args.task,
             "preset": args.preset,
             "updates": args.updates,
-            "rates": args.rates,
+            "rates": args.lr,
             "vocabulary": VOCABULARY,
             "training": training_flags(args, {}, "RATE"),
             "averaged": args.schedule.averaged,
@@ -211,7 +226,7 @@ class Comparison:
         warnings.filterwarnings("ignore")
         side_by_side, jobs = self.commands.side_by_side, self.args.jobs
         self.prepare()
-        waiting = {name: list(self.args.rates) for name in self.args.systems}
+        waiting = self.args.rates
         while waiting:
             runs = [(name, 1, rate) for name, rates in waiting.items() for rate in rates]
             side_by_side(self.train, runs, jobs)
@@ -294,7 +309,7 @@ class Comparison:
             finite = [rate for rate in tried if losses[rate] is not None]
             chosen = min(finite, key=losses.get) if finite else tried[0]
             self.rates[name] = {"chosen": chosen, "validation": {r: losses[r] for r in tried}}
-            widened = len(tried) - len(self.args.rates)
+            widened = len(tried) - len(self.args.rates[name])
             if chosen in (tried[0], tried[-1]) and len(tried) > 1 and widened < WIDENED:
                 waiting[name] = [times(chosen, 0.5 if chosen == tried[0] else 2)]
             elif not finite:
