@@ -48,7 +48,7 @@ and the best on the validation set counts; further seeds have that one. Where th
 rates is the highest or the lowest, twice or half of it is tried too, until the best is inside.
 Averages the last checkpoints, scores the test set, and measures speed and memory of all systems in
 turn. Systems and schedules are in configs/verses/; --systems takes what you add there.
-docs/results.md says more, and what is in the folder.
+docs/compare.md says more, and what is in the folder; docs/results.md has what was measured.
 
   --task mt     translation: sacreBLEU with a 95% interval, and p by sacreBLEU's paired bootstrap
                 against TaLK (default)
