@@ -111,6 +111,7 @@ def speed(seconds, turns=2):
         "training": {"turns": [seconds] * turns, "seconds": seconds, "memory": 2**20},
         "generation": {"turns": [2 * seconds, seconds], "seconds": seconds, "memory": None},
         "seconds_per_update": seconds,
+        "operations_per_update": 2e10 * seconds,
         "training_tokens_per_second": 800 / seconds,
         "generated_sentences_per_second": 10 / seconds,
     }

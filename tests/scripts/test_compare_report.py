@@ -6,6 +6,7 @@ from comparisons import cells, synthetic
 pytest.importorskip("fairseq")
 
 from pipeline.compare.report import reached, speed_figure, table, validation_figure
+from pipeline.compare.speed import operations
 
 
 def test_the_table():
@@ -20,6 +21,7 @@ def test_the_table():
     widths = {len(line) for line in table(results) if line.startswith("|")}
     assert len(widths) == 1
     notes = "\n".join(table(results))
+    assert "an update, in products: talkconv 10.0, transformer 20.0." in notes
     assert "2 seeds" in notes and "the largest of the seeds'" in notes and "1,053 sent" in notes
 
 
@@ -47,6 +49,21 @@ def test_when_each_system_is_as_good_as_each_other():
     assert headers[1:] == ["transformer, 30.00", "talkconv, 20.00"]
     assert rows == [["transformer", "200 (3.3)"], ["talkconv", "200", "200"]]
     assert reached({"talkconv": systems["talkconv"], "broken": systems["broken"]}) == []
+
+
+def test_operations_are_those_of_products_forward_and_backward():
+    import torch
+    from fairseq.modules import ConvTBC
+
+    T, B, C, wide, kernel = 7, 2, 4, 6, 3
+    for layer, products in (
+        (torch.nn.Linear(C, wide), T * B * C * wide),
+        (ConvTBC(C, wide, kernel, padding=1), T * B * C * wide * kernel),
+    ):
+        x = torch.randn(T, B, C, requires_grad=True)
+        counted = operations(lambda batch, layer=layer: layer(batch).sum().backward(), [x, x])
+        ends = 2 * B * C * wide if isinstance(layer, ConvTBC) else 0  # what reads the padding
+        assert counted == pytest.approx(2 * 2 * 3 * products, abs=2 * 2 * 2 * ends)
 
 
 def test_validation_curves_over_updates_and_measured_time():

@@ -156,6 +156,10 @@ def notes(results):
     sizes = [row["parameters"] for row in systems.values() if row.get("parameters")]
     if sizes and max(sizes) > 1.05 * min(sizes):
         yield "The sizes differ by more than 5%."
+    if measured := {name: row["speed"] for name, row in systems.items() if row.get("speed")}:
+        operations = (f"{name} {speed['operations_per_update'] / 1e9:.1f}"
+                      for name, speed in measured.items())  # fmt: skip
+        yield f"Billions of operations of an update, in products: {', '.join(operations)}."
     yield "Speeds: medians of turns in one process; peak memory: of a training step."
     if results["preset"] != "gpu":
         yield "Float32; matrix products in bfloat16 where the processor has it."

@@ -1,5 +1,6 @@
 """Speed and memory of trained models, measured in turn in one process."""
 
+import math
 import statistics
 from functools import partial
 
@@ -39,13 +40,33 @@ def measure_speeds(args, words, checkpoints):
             turns = [sum(turn) for turn in zip(*(seconds[name, i] for i in range(len(batches))))]
             row[what] |= {"turns": turns, "seconds": statistics.median(turns)}
     sentences = sum(batch["id"].numel() for batch in work["generation"])
-    for row in rows.values():
+    for name, row in rows.items():
         training, generation = row["training"], row["generation"]
+        counted = operations(steps[name]["training"], work["training"])
+        row["operations_per_update"] = counted / len(work["training"])
         row["seconds_per_update"] = training["seconds"] / len(work["training"])
         row["training_tokens_per_second"] = training["tokens"] / training["seconds"]
         row["generated_sentences_per_second"] = sentences / generation["seconds"]
         row["generated_tokens_per_second"] = generation["tokens"] / generation["seconds"]
     return rows
+
+
+def operations(step, batches):
+    """Return the operations of `step` over `batches`: two for each product of a matrix product."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def conv_tbc(x, weight, *others, out_shape=None):
+        return 2 * math.prod(x) * weight[0] * weight[2]
+
+    def addmm_(out, a, b, *others, out_shape=None):  # in the gradient of conv_tbc
+        return 2 * math.prod(a) * b[1]
+
+    uncounted = {torch.ops.aten.conv_tbc: conv_tbc, torch.ops.aten.addmm_: addmm_}
+    with FlopCounterMode(display=False, custom_mapping=uncounted) as counter:
+        for batch in batches:
+            step(batch)
+    return counter.get_total_flops()
 
 
 def build_measured(args, words, checkpoint):
