@@ -85,7 +85,7 @@ def test_blocks_of_another_length():
         assert words_of_a_command[at + 1] == "1024"
 
 
-def test_the_long_preset_has_a_rate_and_dropout_of_its_own(tmp_path, monkeypatch):
+def test_the_long_preset_has_rates_and_dropout_of_its_own(tmp_path):
     args = sweep.parse(["--preset", "cpu_long"])
     assert args.out.name == "mt_cpu_long" and args.device == "cpu"
     assert args.rates.keys() == args.systems.keys() == sweep.parse([]).systems.keys()
