@@ -82,10 +82,11 @@ def parse(arguments=None):
     """Return the options, with what depends on others filled in. Raises BadInput."""
     options = parser("compare.sh", DESCRIPTION)
     add = options.add_argument
-    add("--preset", choices=("cpu", "cpu_long", "gpu"), default="cpu",
+    add("--preset", choices=("cpu", "cpu_long", "cpu_small", "gpu"), default="cpu",
         help="cpu: small models, an hour to two on two cores; cpu_long: translation by them, with "
-        "five times as many updates and more dropout; gpu: models of IWSLT's size and three seeds "
-        "on one GPU (default: cpu)")  # fmt: skip
+        "five times as many updates and more dropout; cpu_small: translation and language models "
+        "by three systems of 1M parameters, with three seeds; gpu: models of IWSLT's size and three seeds on "
+        "one GPU (default: cpu)")  # fmt: skip
     add("--task", choices=TITLES, default="mt", help="see above (default: mt)")
     add("--data", type=Path, help="another corpus: {train,valid,test}.LANG, one sentence a line, "
         "also with .gz (default: data/bible-es-en)")  # fmt: skip
@@ -94,7 +95,7 @@ def parse(arguments=None):
     add("--out", type=Path, help="folder for everything (default: compare/TASK_PRESET)")
     add("--systems", metavar="A,B", help="which to compare (default: all)")
     add("--seeds", type=at_least(1), metavar="N",
-        help="runs of each system, with seeds 1 to N (default: 1; gpu: 3)")  # fmt: skip
+        help="runs of each system, with seeds 1 to N (default: 1; cpu_small, gpu: 3)")  # fmt: skip
     add("--updates", type=at_least(1), metavar="N",
         help="of each run (default: 1,600; lm: 1,200; summ: 2,000; cpu_long: 8,000; gpu: "
         "2,500)")  # fmt: skip
@@ -109,14 +110,21 @@ def parse(arguments=None):
     add("--restart", action="store_true", help="throw away what an earlier comparison left there")
     args = options.parse_args(arguments)
 
-    device, _, length = args.preset.partition("_")
+    device, _, kind = args.preset.partition("_")
     preset = read_systems(f"{device}_{'lm' if args.task == 'lm' else 'seq2seq'}")
-    schedule = preset["schedules"].get(f"{args.task}_{length}".strip("_"))
+    schedules = preset["schedules"]
+    schedule = schedules.get(f"{args.task}_{kind}".strip("_"))
     if schedule is None:
-        raise BadInput(f"--preset: expected cpu or gpu with --task {args.task}, got {args.preset}")
+        own = [device + key.removeprefix(args.task) for key in schedules if args.task in key]
+        expected = f"{' or '.join(own)} with --task {args.task}"
+        raise BadInput(f"--preset: expected {expected}, got {args.preset}")
     args.device = "cuda" if device == "gpu" else "cpu"
     args.commands, args.training = preset["commands"], preset["training"]
     args.training |= schedule.pop("training", {})
+    known = preset["systems"]
+    if "systems" in schedule:  # a preset of its own sizes
+        sizes = schedule.pop("systems")
+        known = {name: {**known[name], **flags} for name, flags in sizes.items()}
     args.schedule = SimpleNamespace(**schedule)
     if args.tokens:
         if args.task != "lm":
@@ -129,7 +137,7 @@ def parse(arguments=None):
     args.lr = args.lr or args.schedule.rates  # of all systems, or of each
     args.jobs = args.jobs or (min(cores(), 4) if args.device == "cpu" else 1)
     args.reference = preset["reference"]
-    args.systems = choose_systems(args, preset["systems"])
+    args.systems = choose_systems(args, known)
     args.rates = {name: rates_of(name, args.lr) for name in args.systems}
     *source, target = LANGUAGES[args.task]
     if args.source_lang and not source:
