@@ -30,9 +30,11 @@ def measure_speeds(args, words, checkpoints):
         calls = {(name, i): partial(steps[name][what], b) for i, b in numbered for name in words}
         for name, row in rows.items():
             own = [step for (of, _), step in calls.items() if of == name]
-            tokens = sum(step() for step in own)  # all, so that what is allocated once is there
+            with operations_counter() as counter:
+                tokens = sum(step() for step in own)  # all, so that what is allocated once is there
             memory = peak_memory(lambda own=own: [step() for step in own], args.device)
-            row[what] = {"tokens": tokens, "memory": memory}
+            operations = counter.get_total_flops()
+            row[what] = {"tokens": tokens, "memory": memory, "operations": operations}
         seconds = {call: [] for call in calls}
         for call in in_turn(calls, args.turns):
             seconds[call].append(timed(calls[call])[0])
@@ -40,10 +42,9 @@ def measure_speeds(args, words, checkpoints):
             turns = [sum(turn) for turn in zip(*(seconds[name, i] for i in range(len(batches))))]
             row[what] |= {"turns": turns, "seconds": statistics.median(turns)}
     sentences = sum(batch["id"].numel() for batch in work["generation"])
-    for name, row in rows.items():
+    for row in rows.values():
         training, generation = row["training"], row["generation"]
-        counted = operations(steps[name]["training"], work["training"])
-        row["operations_per_update"] = counted / len(work["training"])
+        row["operations_per_update"] = training["operations"] / len(work["training"])
         row["seconds_per_update"] = training["seconds"] / len(work["training"])
         row["training_tokens_per_second"] = training["tokens"] / training["seconds"]
         row["generated_sentences_per_second"] = sentences / generation["seconds"]
@@ -51,8 +52,8 @@ def measure_speeds(args, words, checkpoints):
     return rows
 
 
-def operations(step, batches):
-    """Return the operations of `step` over `batches`: two for each product of a matrix product."""
+def operations_counter():
+    """Return a context that counts operations: two for each product of a matrix product."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -63,10 +64,7 @@ def operations(step, batches):
         return 2 * math.prod(a) * b[1]
 
     uncounted = {torch.ops.aten.conv_tbc: conv_tbc, torch.ops.aten.addmm_: addmm_}
-    with FlopCounterMode(display=False, custom_mapping=uncounted) as counter:
-        for batch in batches:
-            step(batch)
-    return counter.get_total_flops()
+    return FlopCounterMode(display=False, custom_mapping=uncounted)
 
 
 def build_measured(args, words, checkpoint):
