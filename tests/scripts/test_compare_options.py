@@ -38,7 +38,7 @@ def test_parameters_are_within_five_percent(tmp_path, preset, task):
         counts[name] = sum(parameter.numel() for parameter in model.parameters())
     assert max(counts.values()) <= 1.02 * min(counts.values())  # 1.05 is asked for
     if preset == "cpu_small":
-        assert len(counts) == 3 and max(counts.values()) < 1.02e6
+        assert len(counts) >= 3 and max(counts.values()) < 1.02e6
     else:
         assert {"talkconv", "transformer", "lightconv", "dynamicconv"} <= counts.keys()
 

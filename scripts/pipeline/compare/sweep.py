@@ -85,7 +85,7 @@ def parse(arguments=None):
     add("--preset", choices=("cpu", "cpu_long", "cpu_small", "gpu"), default="cpu",
         help="cpu: small models, an hour to two on two cores; cpu_long: translation by them, with "
         "five times as many updates and more dropout; cpu_small: translation and language models "
-        "by three systems of 1M parameters, with three seeds; gpu: models of IWSLT's size and "
+        "by the best systems with 1M parameters, and three seeds; gpu: models of IWSLT's size and "
         "three seeds on one GPU (default: cpu)")  # fmt: skip
     add("--task", choices=TITLES, default="mt", help="see above (default: mt)")
     add("--data", type=Path, help="another corpus: {train,valid,test}.LANG, one sentence a line, "
