@@ -115,15 +115,15 @@ def parse(arguments=None):
     schedules = preset["schedules"]
     schedule = schedules.get(f"{args.task}_{kind}".strip("_"))
     if schedule is None:
-        own = [device + key.removeprefix(args.task) for key in schedules if args.task in key]
-        expected = f"{' or '.join(own)} with --task {args.task}"
+        own = [key for key in schedules if key.startswith(args.task)]
+        presets = " or ".join(device + key.removeprefix(args.task) for key in own)
+        expected = f"{presets} with --task {args.task}"
         raise BadInput(f"--preset: expected {expected}, got {args.preset}")
     args.device = "cuda" if device == "gpu" else "cpu"
     args.commands, args.training = preset["commands"], preset["training"]
     args.training |= schedule.pop("training", {})
     known = preset["systems"]
-    if "systems" in schedule:  # a preset of its own sizes
-        sizes = schedule.pop("systems")
+    if sizes := schedule.pop("systems", None):  # of the preset's own
         known = {name: {**known[name], **flags} for name, flags in sizes.items()}
     args.schedule = SimpleNamespace(**schedule)
     if args.tokens:
