@@ -264,7 +264,12 @@ class TaLKConvUnit(_RetainsDropout):
         conv_channels: channels of the convolution, between the two projections (default: C).
         short_kernel: taps of a :class:`ShortConv` before the windows; 0 for none, as in the paper.
         options: the others of :class:`TaLKConv`, from `offset_dropout` on.
+
+    Attributes:
+        convolution: the class of the windows, TaLKConv or one's own with its calls.
     """
+
+    convolution = TaLKConv
 
     def __init__(
         self,
@@ -287,7 +292,7 @@ class TaLKConvUnit(_RetainsDropout):
         self.short = (
             ShortConv(conv_channels, short_kernel, max_right == 0) if short_kernel else None
         )
-        self.conv = TaLKConv(conv_channels, heads, max_left, max_right, **options)
+        self.conv = self.convolution(conv_channels, heads, max_left, max_right, **options)
         self.linear2 = nn.Linear(conv_channels, channels)
         for linear in (self.linear1, self.linear2):
             nn.init.xavier_uniform_(linear.weight)
