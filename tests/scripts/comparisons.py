@@ -39,7 +39,7 @@ class Played:
 
     def __init__(self, monkeypatch, verses):
         self.ran, self.stop_at, self.broken, self.nan = [], None, None, None
-        self.verses, self.why = verses, "RuntimeError: no"
+        self.verses, self.why, self.best_warmup = verses, "RuntimeError: no", None
         monkeypatch.setattr(Commands, "run", lambda *a, **k: self.run(*a, **k))
         monkeypatch.setattr(average, "average_checkpoints", str)
         monkeypatch.setattr(average, "save", lambda paths, to: to.write_text(paths))
@@ -59,6 +59,10 @@ class Played:
             name = f"train {checkpoints.parents[2].name}"  # SYSTEM/RATE/SEED/checkpoints
             if rate != "2e-3":
                 name += f" at {rate}"
+            warmup = int(command[command.index("--warmup-updates") + 1])
+            if "_" in checkpoints.parents[1].name:
+                name += f" with {warmup}"
+            updates = int(command[command.index("--max-update") + 1])
             self.restored = [word for word in command if word.endswith("_2.pt")]
         self.ran.append(name)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -73,11 +77,12 @@ class Played:
             (checkpoints / "checkpoint_1_2.pt").touch()
             if name == self.stop_at:
                 raise KeyboardInterrupt
-            (checkpoints / "checkpoint_1_4.pt").touch()
+            (checkpoints / f"checkpoint_1_{updates}.pt").touch()
             with open(log, "a") as file:
                 file.write("INFO | num. shared model params: 1,234 (num. trained: 1,234)\n")
                 for updates in (2, 4):
                     loss = 9 - updates + abs(2 - 1e3 * float(rate))
+                    loss += abs((self.best_warmup or warmup) - warmup) / 1e3
                     file.write(valid_line(updates, math.nan if self.nan in (name, "all") else loss))
         else:
             folder = next(word for word in command if word.endswith("generated.partial"))

@@ -62,6 +62,8 @@ def test_parameters_are_within_five_percent(tmp_path, preset, task):
         (["--preset", "cpu_long", "--task", "lm"], "--preset: expected cpu or cpu_small with"),
         (["--preset", "cpu_small", "--task", "summ"], "--preset: expected cpu with --task summ"),
         (["--preset", "cpu_small", "--systems", "talkconv"], "--systems: expected some of talk"),
+        (["--warmup", "400,1600"], "--warmup: expected less than 1600 updates, got 1600"),
+        (["--warmup", "0"], "--warmup: expected at least 1, got 0"),
         (["--tokens", "512"], "--tokens: expected none without --task lm"),
         (["--task", "lm", "--tokens", "1025"], "--tokens: expected at most a batch of 1024"),
     ],

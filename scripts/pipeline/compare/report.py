@@ -140,16 +140,20 @@ def notes(results):
         several = ", the largest of the seeds'" if count != 1 else ""
         several += "; intervals are their means" if several and not of else ""
         yield f"p: paired bootstrap{of} against {results['baseline']}{several}."
-    rates = {name: row["rates"] for name, row in systems.items() if row.get("rates")}
-    if rates:
-        chosen = (
-            f"{name} {row['chosen']} of {', '.join(row['validation'])}"
-            for name, row in rates.items()
-        )
-        yield f"Peak learning rates, the best in validation: {'; '.join(chosen)}."
+    for what, key in (("Peak learning rates", "rates"), ("Updates of warm-ups", "warmups")):
+        if found := {name: row[key] for name, row in systems.items() if row.get(key)}:
+            chosen = (
+                f"{name} {row['chosen']} of {', '.join(row['validation'])}"
+                for name, row in found.items()
+            )
+            yield f"{what}, the best in validation: {'; '.join(chosen)}."
     for name, row in systems.items():
-        losses = (row.get("rates") or {}).get("validation", {})
-        diverged = [f"at {rate}" for rate, loss in losses.items() if loss is None]
+        diverged = [
+            f"{how} {value}"
+            for how, key in (("at", "rates"), ("with a warm-up of", "warmups"))
+            for value, loss in (row.get(key) or {}).get("validation", {}).items()
+            if loss is None
+        ]
         diverged += [f"with seed {seed}, which does not count" for seed in row.get("diverged", [])]
         if diverged:
             yield f"{name} diverged {', '.join(diverged)}."

@@ -37,15 +37,16 @@ from pipeline.data.corpus import LONGEST, CorpusFolder
 # PyTorch and fairseq take seconds to import: what needs them does so where it runs.
 
 VOCABULARY = 4000
-WIDENED = 4  # rates that a system tries at most beyond those that are listed
+WIDENED = 4  # rates, or warm-ups, that a system tries at most beyond those that are listed
 LANGUAGES = {"mt": ["es", "en"], "lm": ["en"], "summ": ["source", "target"]}
 
 DESCRIPTION = """\
 Trains TaLK, Transformer, LightConv, DynamicConv and ConvS2S on the same text, cut into the same
 pieces, with as many parameters, for the same updates on the same batches, with the same schedule
 and seeds. Only the peak learning rate is each system's own: each is trained to the end at several,
-and the best on the validation set counts; further seeds have that one. Where the best of several
-rates is the highest or the lowest, twice or half of it is tried too, until the best is inside.
+and the best on the validation set counts; further seeds have that one. With --warmup, warm-ups are
+chosen likewise, at that rate. Where the best of several rates or warm-ups is the highest or the
+lowest, twice or half of it is tried too, until the best is inside.
 Averages the last checkpoints, scores the test set, and measures speed and memory of all systems in
 turn. Systems and schedules are in configs/verses/; --systems takes what you add there.
 docs/compare.md says more, and what is in the folder; docs/results.md has what was measured.
@@ -70,6 +71,11 @@ def learning_rates(text):
         if all(0 < rate < math.inf for rate in spelt):
             return list(spelt.values())
     raise argparse.ArgumentTypeError(f"expected positive numbers, got {text!r}")
+
+
+def warmups(text):
+    """Return the numbers of updates in ``--warmup``, each once, as texts."""
+    return list(dict.fromkeys(str(at_least(1)(word)) for word in text.split(",")))
 
 
 def times(rate, factor):
@@ -103,6 +109,8 @@ def parse(arguments=None):
         help="of the blocks that a language model sees (default: 256; gpu: 512)")  # fmt: skip
     add("--lr", type=learning_rates, metavar="A,B",
         help="peak learning rates to try (default: the preset's)")  # fmt: skip
+    add("--warmup", type=warmups, metavar="A,B", help="updates of the warm-up to try at the best "
+        "rate (default: the preset's alone)")  # fmt: skip
     add("--jobs", type=at_least(1), metavar="N", help="trainings side by side (default: one per "
         "core, at most 4; gpu: 1)")  # fmt: skip
     add("--turns", type=at_least(1), metavar="N", default=5,
@@ -135,6 +143,8 @@ def parse(arguments=None):
     args.seeds = args.seeds or args.schedule.seeds
     args.updates = args.updates or args.schedule.updates
     args.lr = args.lr or args.schedule.rates  # of all systems, or of each
+    if args.warmup and (longest := max(map(int, args.warmup))) >= args.updates:
+        raise BadInput(f"--warmup: expected less than {args.updates} updates, got {longest}")
     args.jobs = args.jobs or (min(cores(), 4) if args.device == "cpu" else 1)
     args.reference = preset["reference"]
     args.systems = choose_systems(args, known)
@@ -184,6 +194,8 @@ class Comparison:
 
     Attributes:
         rates: ``{system: {"chosen": rate, "validation": {rate: loss}}}`` of those that are trained.
+        warmups: likewise, with ``--warmup``.
+        points: ``{system: point}``, what is chosen: its rate, or ``RATE_WARMUP``.
         failures: ``{(system, seed): why}``.
     """
 
@@ -195,9 +207,10 @@ class Comparison:
             self.folder.made += map(glob.escape, earlier)
         if args.device == "cuda" and not has_gpu():
             raise BadInput("--preset: expected cpu on a machine without a GPU, got gpu")
-        runs = sum(len(rates) + 2 * args.seeds - 1 for rates in args.rates.values())
-        self.steps, self.numbers = 3 + runs, itertools.count(1)  # with evaluations of runs
-        self.rates, self.failures = {}, {}
+        tried = sum(map(len, args.rates.values())) + len(args.systems) * len(args.warmup or ())
+        others = len(args.systems) * (2 * args.seeds - 1)  # with evaluations of all
+        self.steps, self.numbers = 3 + tried + others, itertools.count(1)
+        self.rates, self.warmups, self.points, self.failures = {}, {}, {}, {}
 
     def open_folder(self):
         """Lock the folder. Raises BadInput if it is of other settings or in use."""
@@ -208,6 +221,7 @@ class Comparison:
             "preset": args.preset,
             "updates": args.updates,
             "rates": args.lr,
+            **({"warmups": args.warmup} if args.warmup else {}),
             "vocabulary": VOCABULARY,
             "training": training_flags(args, {}, "RATE"),
             "averaged": args.schedule.averaged,
@@ -219,13 +233,13 @@ class Comparison:
         threads = max(1, cores() // args.jobs) if on_cpu else None
         self.commands = Commands(on_cpu, threads, self.folder.lock)
 
-    def run_folder(self, name, seed, rate=None):
-        """Return the folder of a run at a rate, by default the system's chosen one."""
-        return self.args.out / name / (rate or self.rates[name]["chosen"]) / str(seed)
+    def run_folder(self, name, seed, point=None):
+        """Return the folder of a run at a point, by default the system's chosen one."""
+        return self.args.out / name / (point or self.points[name]) / str(seed)
 
     def runs(self, first=1):
-        """Return ``(system, seed)`` of the systems that have a rate, seeds first."""
-        return [(name, seed) for seed in range(first, self.args.seeds + 1) for name in self.rates]
+        """Return ``(system, seed)`` of the systems that have a point, seeds first."""
+        return [(name, seed) for seed in range(first, self.args.seeds + 1) for name in self.points]
 
     def go(self):
         """Make all steps; return the results."""
@@ -234,12 +248,13 @@ class Comparison:
         warnings.filterwarnings("ignore")
         side_by_side, jobs = self.commands.side_by_side, self.args.jobs
         self.prepare()
-        waiting = self.args.rates
-        while waiting:
-            runs = [(name, 1, rate) for name, rates in waiting.items() for rate in rates]
-            side_by_side(self.train, runs, jobs)
-            waiting = self.choose_rates(waiting)
-        others = [(name, seed, self.rates[name]["chosen"]) for name, seed in self.runs(2)]
+        self.rates = self.choose(self.args.rates)
+        self.points = {name: found["chosen"] for name, found in self.rates.items()}
+        if self.args.warmup:
+            self.warmups = self.choose(dict.fromkeys(self.points, self.args.warmup), warmup=True)
+            chosen = {name: found["chosen"] for name, found in self.warmups.items()}
+            self.points = {name: self.point(name, warmup) for name, warmup in chosen.items()}
+        others = [(name, seed, self.points[name]) for name, seed in self.runs(2)]
         side_by_side(self.train, others, jobs)
         side_by_side(self.evaluate, self.runs(), jobs)
         return self.results(self.measure())
@@ -260,17 +275,20 @@ class Comparison:
 
             self.once(title, made, make)
 
-    def words(self, name, rate):
-        """Return the words after fairseq-train of a system at a rate."""
-        return training_words(self.args, self.folder.binarised, self.args.systems[name], rate)
+    def words(self, name, point):
+        """Return the words after fairseq-train of a system at a point."""
+        rate, _, warmup = point.partition("_")
+        system = self.args.systems[name] | ({"warmup-updates": int(warmup)} if warmup else {})
+        return training_words(self.args, self.folder.binarised, system, rate)
 
-    def train(self, name, seed, rate):
+    def train(self, name, seed, point):
         """Write the average of a run's last checkpoints. Goes on from its last checkpoint.
 
         A run that diverges is out, not to be tried again; `diverged` in its folder says so.
         """
-        args, folder = self.args, self.run_folder(name, seed, rate)
-        title, checkpoints = f"{name}, seed {seed}, at {rate}", folder / "checkpoints"
+        args, folder = self.args, self.run_folder(name, seed, point)
+        title = f"{name}, seed {seed}, at {point.replace('_', ' after ')}"
+        checkpoints = folder / "checkpoints"
         made, diverged, done = folder / "averaged.pt", folder / "diverged", checkpoints / "done"
 
         def make(partial):
@@ -278,7 +296,7 @@ class Comparison:
                 if not numbered(checkpoints):  # nothing to go on from
                     remove(checkpoints)
                     remove(folder / "train.log")
-                words = ["fairseq-train", *self.words(name, rate), "--seed", seed]
+                words = ["fairseq-train", *self.words(name, point), "--seed", seed]
                 read = training(lambda updates: updates / args.updates)
                 words += resuming(checkpoints)
                 self.commands.run(words, folder / "train.log", read, title if args.jobs > 1 else "")
@@ -298,33 +316,57 @@ class Comparison:
             diverged.touch()
         remove(checkpoints)
 
-    def choose_rates(self, trained):
-        """Choose for each system the rate of the first seed with the best validation loss.
+    def point(self, name, warmup):
+        """Return the point of a warm-up at the chosen rate of a system."""
+        rate = self.rates[name]["chosen"]
+        flags = training_flags(self.args, self.args.systems[name], rate)
+        return rate if int(warmup) == flags["warmup-updates"] else f"{rate}_{warmup}"
 
-        `trained` is ``{system: rates}``, those that are new. Returns likewise what is still to be
-        trained, for systems whose best of several rates is at an edge.
+    def choose(self, listed, warmup=False):
+        """Train each system with each of its listed values, and choose the best in validation.
+
+        Where the best of several is at an edge, twice or half of it is tried too. Values are rates,
+        or with `warmup`, the warm-ups at the rates that are chosen. Takes ``{system: values}``;
+        returns ``{system: {"chosen": value, "validation": {value: loss}}}``.
         """
-        waiting = {}
-        for name, rates in trained.items():
-            losses = self.rates.pop(name, {"validation": {}})["validation"]
-            for rate in rates:
-                there = (self.run_folder(name, 1, rate) / "averaged.pt").exists()
-                loss = self.validation(name, 1, rate)[-1]["loss"] if there else math.nan
-                losses[rate] = loss if math.isfinite(loss) else None
-            if (name, 1) in self.failures:
-                continue
-            tried = sorted(losses, key=float)
-            finite = [rate for rate in tried if losses[rate] is not None]
-            chosen = min(finite, key=losses.get) if finite else tried[0]
-            self.rates[name] = {"chosen": chosen, "validation": {r: losses[r] for r in tried}}
-            widened = len(tried) - len(self.args.rates[name])
-            if chosen in (tried[0], tried[-1]) and len(tried) > 1 and widened < WIDENED:
-                waiting[name] = [times(chosen, 0.5 if chosen == tried[0] else 2)]
-            elif not finite:
-                self.failures[name, 1] = "diverged at every learning rate"
-                del self.rates[name]
-        self.steps += len(waiting)
-        return waiting
+        found, waiting = {}, listed
+        while waiting:
+            pairs = [(name, value) for name, values in waiting.items() for value in values]
+            runs = [(name, 1, self.point(name, v) if warmup else v) for name, v in pairs]
+            self.commands.side_by_side(self.train, runs, self.args.jobs)
+            for (name, value), tried in zip(pairs, runs):
+                there = (self.run_folder(*tried) / "averaged.pt").exists()
+                loss = self.validation(*tried)[-1]["loss"] if there else math.nan
+                losses = found.setdefault(name, {"validation": {}})["validation"]
+                losses[value] = loss if math.isfinite(loss) else None
+            beyond = {name: self.settle(name, found, listed[name], warmup) for name in waiting}
+            waiting = {name: [value] for name, value in beyond.items() if value}
+            self.steps += len(waiting)
+        return found
+
+    def settle(self, name, found, listed, warmup):
+        """Note in `found` which value of a system is chosen; drop the system if none can be.
+
+        Returns a value that has to be tried before that is settled, or None.
+        """
+        losses = found[name]["validation"]
+        if (name, 1) in self.failures:
+            del found[name]
+            return None
+        tried = sorted(losses, key=float)
+        finite = [value for value in tried if losses[value] is not None]
+        chosen = min(finite, key=losses.get) if finite else tried[0]
+        found[name] = {"chosen": chosen, "validation": {value: losses[value] for value in tried}}
+        if chosen in (tried[0], tried[-1]) and 1 < len(tried) < len(listed) + WIDENED:
+            factor = 0.5 if chosen == tried[0] else 2
+            if not warmup:
+                return times(chosen, factor)
+            if 1 <= (updates := int(int(chosen) * factor)) < self.args.updates:
+                return str(updates)
+        if not finite:
+            self.failures[name, 1] = f"diverged at every {'warm-up' if warmup else 'learning rate'}"
+            del found[name]
+        return None
 
     def fail(self, name, seed, error, title):
         """Note why there is no run, so that the others go on. Raises `error` if all are stopped."""
@@ -366,16 +408,16 @@ class Comparison:
         for name, seed in self.runs():
             if self.is_trained(name, seed):
                 checkpoints.setdefault(name, self.run_folder(name, seed) / "averaged.pt")
-        rates = {name: self.rates[name]["chosen"] for name in checkpoints}
+        points = {name: self.points[name] for name in checkpoints}
         rows = read_json(path) if path.exists() else {}
         there = {name: (len(row["training"]["turns"]), row["rate"]) for name, row in rows.items()}
-        if there != {name: (self.args.turns, rate) for name, rate in rates.items()}:
+        if there != {name: (self.args.turns, point) for name, point in points.items()}:
             remove(path)  # ratios are of one measurement
 
         def make(partial):
-            words = {name: self.words(name, rate) for name, rate in rates.items()}
+            words = {name: self.words(name, point) for name, point in points.items()}
             rows = measure_speeds(self.args, words, checkpoints)
-            write_json(partial, {name: {**row, "rate": rates[name]} for name, row in rows.items()})
+            write_json(partial, {name: {**row, "rate": points[name]} for name, row in rows.items()})
 
         if not checkpoints:
             return {}
@@ -392,7 +434,8 @@ class Comparison:
         systems = {}
         for name in args.systems:
             row = systems[name] = {"options": args.systems[name], "seeds": {}}
-            row |= {"rates": self.rates.get(name), "speed": speeds.get(name)}
+            row |= {"rates": self.rates.get(name), "warmups": self.warmups.get(name)}
+            row["speed"] = speeds.get(name)
             for (failed, seed), why in self.failures.items():
                 if failed == name:
                     row.setdefault("error", f"seed {seed}: {why}")
@@ -417,9 +460,9 @@ class Comparison:
         score(results, self.folder.corpus, args.languages, self.run_folder)
         return results
 
-    def validation(self, name, seed, rate=None):
+    def validation(self, name, seed, point=None):
         """Return ``[{"updates", "loss", "ppl"}, …]`` of a run, as fairseq logged them."""
-        entries = read_log(self.run_folder(name, seed, rate) / "train.log")["valid"]
+        entries = read_log(self.run_folder(name, seed, point) / "train.log")["valid"]
         return [{key: entry[key] for key in ("updates", "loss", "ppl")} for entry in entries]
 
 
