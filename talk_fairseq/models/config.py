@@ -98,6 +98,9 @@ class TaLKConvConfig(TaLKConvUnitConfig, _flat_transformer_config()):
         False,
         "the attention to the encoder reads its tokens' embeddings too, and begins as a copy",
     )
+    align_attention: bool = option(
+        False, "its queries and keys are normalised, and its scores fall with the distance"
+    )
 
 
 def add_flags(parser, config):

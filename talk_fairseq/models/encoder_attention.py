@@ -8,6 +8,7 @@ share one row of keys and values, and only note the sentence that each belongs t
 import math
 
 import torch
+import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
 from torch import nn
 
@@ -24,16 +25,21 @@ class EncoderAttention(MultiheadAttention):
             embeddings of its tokens. The projections of the values and of the output begin such
             that, but for biases, a token that is attended to comes out halved. So the decoder
             sees from the first update on which tokens it attends to.
+        aligns: normalise queries and keys in each head, and let the score of target token i and
+            source token j fall by the head's learned slope (at first 0) times ``abs(i - j)``.
 
     Raises ValueError with `copies` where encoder and decoder have different widths.
     """
 
     need_attn = True
 
-    def __init__(self, *args, copies=False, **options):
+    def __init__(self, *args, copies=False, aligns=False, **options):
         super().__init__(*args, **options)
         self.dropout_module.module_name = "MultiheadAttention"  # for --retain-dropout-modules
-        self.copies = copies
+        self.copies, self.aligns = copies, aligns
+        if aligns:
+            self.sharpness = nn.Parameter(torch.ones(self.num_heads, 1))
+            self.slopes = nn.Parameter(torch.zeros(self.num_heads, 1, 1, 1))
         if copies:
             if self.vdim != self.embed_dim:
                 raise ValueError(
@@ -76,8 +82,16 @@ class EncoderAttention(MultiheadAttention):
         keys, values, padding = state["keys"], state["values"], state["padding"]
         N, _, S, _ = values.shape
         k = B // N
-        q = self.q_proj(query).view(T, N, k, H, R).permute(1, 3, 0, 2, 4)
+        q = self.q_proj(query).view(T, N, k, H, R)
+        if self.aligns:
+            q = F.layer_norm(q, [R]) * self.sharpness
+        q = q.permute(1, 3, 0, 2, 4)
         scores = torch.bmm(q.reshape(N * H, T * k, R), keys.view(N * H, R, S))
+        if self.aligns:
+            targets = torch.arange(T, device=q.device).view(T, 1, 1) + state["step"]
+            distances = (targets - state["positions"]).abs()  # (N, 1, T, 1, S)
+            scores = (scores.view(N, H, T, k, S) - self.slopes * distances).view(N * H, T * k, S)
+            state["step"] += T
         if padding is not None:
             scores = scores.view(N, H, T * k, S).masked_fill(padding[:, None, None], -math.inf)
             scores = scores.view(N * H, T * k, S)
@@ -99,11 +113,14 @@ class EncoderAttention(MultiheadAttention):
             value = key + tokens
         S, N, _ = key.shape
         heads = S, N, self.num_heads, self.head_dim
-        return {
-            "keys": (self.scaling * self.k_proj(key)).view(heads).permute(1, 2, 3, 0).contiguous(),
-            "values": self.v_proj(value).view(heads).permute(1, 2, 0, 3).contiguous(),
-            "padding": None if key_padding_mask is None else key_padding_mask.bool(),
-        }
+        padding = None if key_padding_mask is None else key_padding_mask.bool()
+        keys, values = self.k_proj(key).view(heads), self.v_proj(value).view(heads)
+        state = {"values": values.permute(1, 2, 0, 3).contiguous(), "padding": padding}
+        if self.aligns:
+            keys = F.layer_norm(keys, [self.head_dim])
+            real = key.new_ones(N, S, dtype=torch.bool) if padding is None else ~padding
+            state |= {"positions": (real.cumsum(1) - 1).view(N, 1, 1, 1, S), "step": 0}
+        return {"keys": (self.scaling * keys).permute(1, 2, 3, 0).contiguous(), **state}
 
 
 def with_tokens(encoder_out):
@@ -135,8 +152,8 @@ def reorder(attentions, incremental_state, new_order):
     if not torch.equal(sentences, kept.repeat_interleave(k)):
         k, kept = 1, sentences
     for state in states:
-        for name in ("keys", "values", "padding"):
-            if state[name] is not None:
+        for name in ("keys", "values", "padding", "positions"):
+            if state.get(name) is not None:
                 state[name] = state[name].index_select(0, kept)
         state["sentences"] = _sentences(len(kept), k, old.device)
 

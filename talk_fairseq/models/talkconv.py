@@ -88,6 +88,7 @@ class TaLKConvDecoderLayer(transformer_layer.TransformerDecoderLayerBase):
             q_noise=self.quant_noise,
             qn_block_size=self.quant_noise_block_size,
             copies=cfg.copy_attention,
+            aligns=cfg.align_attention,
         )
 
 

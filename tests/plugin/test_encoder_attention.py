@@ -96,6 +96,66 @@ def test_copies_begin_as_half_of_what_is_attended_to():
     assert torch.allclose(out, ((x + tokens) / 2).expand(5, 3, 8), rtol=0, atol=1e-6)
 
 
+def aligned(R=4):
+    ours = EncoderAttention(2 * R, 2, kdim=12, vdim=12, encoder_decoder_attention=True, aligns=True)
+    for parameter in ours.parameters():
+        torch.nn.init.normal_(parameter)
+    return ours.double().eval()
+
+
+def align(ours, query, memory, mask):
+    """By loops, of query (T, N, C), memory (S, N, 12) and mask (N, S); returns (T, N, C)."""
+    (T, N, C), H = query.shape, ours.num_heads
+    R, rows = C // H, []
+    for n in range(N):
+        source = memory[:, n][~mask[n]]  # its positions are counted without padding
+        heads = []
+        for h in range(H):
+            part = slice(h * R, (h + 1) * R)
+            q, keys = ours.q_proj(query[:, n])[:, part], ours.k_proj(source)[:, part]
+            q, keys = (
+                (x - x.mean(-1, keepdim=True))
+                / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+                for x in (q, keys)
+            )
+            scores = ours.sharpness[h] * q @ keys.T / R**0.5
+            for i in range(T):
+                for j in range(len(source)):
+                    scores[i, j] -= ours.slopes[h].squeeze() * abs(i - j)
+            heads.append(scores.softmax(-1) @ ours.v_proj(source)[:, part])
+        rows.append(ours.out_proj(torch.cat(heads, -1)))
+    return torch.stack(rows, dim=1)
+
+
+@pytest.mark.parametrize("padding", ["left", "right", None])
+def test_alignment(padding):
+    ours = aligned()
+    memory, mask = encoded(7, 3)
+    query, memory = torch.randn(5, 3, 8).double(), memory.double()
+    mask = {"left": mask.flip(1), "right": mask, None: torch.zeros_like(mask)}[padding]
+    with torch.no_grad():
+        out, _ = ours(query, memory, memory, mask if padding else None)
+        assert torch.allclose(out, align(ours, query, memory, mask), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_alignment_step_by_step(first):
+    """Two rows a sentence, which then change places or end."""
+    ours, state = aligned(), {}
+    memory, mask = encoded(7, 3)
+    memory, mask = memory.double(), mask.flip(1)
+    query, rows = torch.randn(5, 6, 8).double(), torch.arange(3).repeat_interleave(2)
+    with torch.no_grad():
+        expected, _ = ours(query, memory[:, rows], memory[:, rows], mask[rows])
+        out, _ = ours(query[:first], memory, memory, mask, state)
+        assert torch.allclose(out, expected[:first], rtol=0, atol=1e-12)
+        order = torch.tensor([4, 4, 1, 0])
+        reorder([ours], state, order)
+        for t in range(first, 5):
+            out, _ = ours(query[t : t + 1, order], memory, memory, mask, state)
+            assert torch.allclose(out[0], expected[t, order], rtol=0, atol=1e-12)
+
+
 def test_copies_need_one_width():
     flags = "--arch talkconv --copy-attention --encoder-embed-dim 32 --decoder-embed-dim 64"
     with pytest.raises(ValueError, match="encoder_embed_dim: expected 64, .*, got 32"):
