@@ -128,19 +128,20 @@ def test_rates_are_not_widened_without_end(played, verses, tmp_path, capsys):
 def test_warmups_are_chosen_at_the_best_rate(played, verses, tmp_path, capsys):
     out = tmp_path / "run"
     options = arguments(verses, out, "--systems", "talkconv", "--lr", "1e-3,2e-3,4e-3")
-    options += ["--updates", "1000", "--seeds", "2", "--warmup", "250,400"]
+    options += ["--updates", "1000", "--seeds", "2", "--warmup", "500"]
     played.best_warmup = 60
     assert sweep.main(options) == 0
     tried = [name.removeprefix("train talkconv") for name in played.ran if "train" in name]
-    first = [" at 1e-3", "", " at 4e-3", " with 400", " with 125", " with 62", " with 31"]
+    first = [" at 1e-3", "", " at 4e-3", " with 500", " with 125", " with 62", " with 31"]
     assert tried == [*first, " with 62"]  # of the second seed; 250 is the preset's, at each rate
     row = json.loads((out / "results.json").read_text())["systems"]["talkconv"]
     assert row["rates"]["chosen"] == "2e-3" and row["warmups"]["chosen"] == "62"
     assert (out / "talkconv/2e-3_62/2/generated").exists()
     printed = capsys.readouterr().out
-    assert "training talkconv, seed 2, at 2e-3 after 62" in printed and "15 of 15" not in printed
+    assert "training talkconv, seed 2, at 2e-3, warm-up 62" in printed
+    assert "14 of 14: measuring" in printed
     assert "talkconv 2e-3 of 1e-3, 2e-3, 4e-3." in printed
-    assert "talkconv 62 of 31, 62, 125, 250, 400." in printed
+    assert "talkconv 62 of 31, 62, 125, 250, 500." in printed
 
     played.ran = []
     assert sweep.main(options) == 0 and played.ran == []
@@ -153,6 +154,12 @@ def test_a_warmup_can_diverge_or_fail(played, verses, tmp_path, capsys):
     played.broken, played.why = "train talkconv with 50", "FloatingPointError: NaN"
     assert sweep.main(options) == 0
     assert "talkconv diverged with a warm-up of 50." in capsys.readouterr().out
+
+    played.broken, played.nan = None, "all"
+    options = arguments(verses, tmp_path / "nan", "--updates", "100", "--warmup", "50")
+    assert sweep.main(options) == 1  # no rate, so no warm-up either
+    assert "diverged at every learning rate" in (tmp_path / "nan/results.json").read_text()
+    played.nan = None
     played.broken, played.why = "train transformer with 20", "RuntimeError: no"
     options = arguments(verses, tmp_path / "other", "--updates", "100", "--warmup", "20,50")
     assert sweep.main(options) == 1

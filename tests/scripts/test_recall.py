@@ -64,7 +64,7 @@ def test_gradients():
     assert torch.autograd.gradcheck(lambda x, *_: recall(x)[0], (x, *recall.parameters()))
 
 
-@pytest.mark.parametrize("lengths", [[1] * 90, [4, 70, 16]])
+@pytest.mark.parametrize("lengths", [[1] * 90, [4, 70, 16], [0, 90]])
 def test_steps_equal_one_pass(unit, lengths):
     x, state = rows(90), {}
     with torch.no_grad():
@@ -117,7 +117,8 @@ def test_channels_that_do_not_fit():
         Recall(12)
 
 
-def test_the_language_model_decodes_step_by_step():
+def test_the_language_model_decodes_step_by_step(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # its user directory is found from anywhere
     flags = read_systems("synthetic")["systems"]["talkconv_plus_recall"]
     model, first = synthetic.build(flags, seed=1)
     model.eval()

@@ -31,7 +31,8 @@ class RecallState:
     Attributes:
         windows: of the windows.
         likeness: (B, HEADS, 1, R) of the last step, see :class:`Recall`.
-        sums: (B, HEADS, R, R + 1), the sums over all steps of likeness, and of it times values.
+        sums: (B, HEADS, R, R + 1), for each of R classes the sum over all steps of the values times
+            the likeness of the step before; in the last column, the sum of that likeness.
     """
 
     windows: TaLKConvState
@@ -76,7 +77,7 @@ class Recall(nn.Module):
 
         The last two are those of a :class:`RecallState`: after `x` in what it returns, and before
         it in the arguments, or None where `x` begins a sequence. Rows of zeros are padding: they
-        are not recalled, and nothing that follows one is.
+        are not recalled, nor is the row right after one.
         """
         rows = x.permute(1, 0, 2).float() if x.dtype.itemsize == 2 else x.permute(1, 0, 2)
         B, T, _ = rows.shape
@@ -84,7 +85,8 @@ class Recall(nn.Module):
         told = (rows != 0).any(-1).to(rows.dtype)[:, None, :, None]
         p = (F.layer_norm(asked, [self.R]) * self.sharpness).softmax(-1) * told
         if likeness is None:
-            likeness, sums = p[:, :, :1] * 0, p.new_zeros(B, HEADS, self.R, self.R + 1)
+            likeness = p.new_zeros(B, HEADS, 1, self.R)
+            sums = p.new_zeros(B, HEADS, self.R, self.R + 1)
         before = torch.cat([likeness, p], dim=2)
         v = torch.cat([values, torch.ones_like(values[..., :1])], dim=-1) * told
 

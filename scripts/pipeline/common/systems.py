@@ -2,14 +2,21 @@
 
 import yaml
 
-from pipeline.common.paths import CONFIGS
+from pipeline.common.paths import CONFIGS, ROOT
 
 FOLDER = CONFIGS / "verses"
 
 
 def read_systems(name):
-    """Return what ``configs/verses/NAME.yaml`` holds, where comments say what its keys are."""
-    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    """Return what ``configs/verses/NAME.yaml`` holds, where comments say what its keys are.
+
+    A system's own `user-dir` becomes a whole path; in the file it is from the project's root on.
+    """
+    found = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    for flags in found.get("systems", {}).values():
+        if "user-dir" in flags:
+            flags["user-dir"] = str(ROOT / flags["user-dir"])
+    return found
 
 
 def words(flags):

@@ -110,7 +110,7 @@ def parse(arguments=None):
     add("--lr", type=learning_rates, metavar="A,B",
         help="peak learning rates to try (default: the preset's)")  # fmt: skip
     add("--warmup", type=warmups, metavar="A,B", help="updates of the warm-up to try at the best "
-        "rate (default: the preset's alone)")  # fmt: skip
+        "rate, beside the preset's (default: none)")  # fmt: skip
     add("--jobs", type=at_least(1), metavar="N", help="trainings side by side (default: one per "
         "core, at most 4; gpu: 1)")  # fmt: skip
     add("--turns", type=at_least(1), metavar="N", default=5,
@@ -177,11 +177,7 @@ def choose_systems(args, known):
     for name in chosen:
         if name not in known:
             raise BadInput(f"--systems: expected some of {', '.join(known)}, got {name!r}")
-    systems = {name: dict(known[name]) for name in chosen}
-    for flags in systems.values():
-        if "user-dir" in flags:
-            flags["user-dir"] = str(ROOT / flags["user-dir"])
-    return systems
+    return {name: dict(known[name]) for name in chosen}
 
 
 class Comparison:
@@ -207,7 +203,9 @@ class Comparison:
             self.folder.made += map(glob.escape, earlier)
         if args.device == "cuda" and not has_gpu():
             raise BadInput("--preset: expected cpu on a machine without a GPU, got gpu")
-        tried = sum(map(len, args.rates.values())) + len(args.systems) * len(args.warmup or ())
+        tried = sum(map(len, args.rates.values()))
+        if args.warmup:
+            tried += sum(len(self.warmups_of(name)) for name in args.systems)
         others = len(args.systems) * (2 * args.seeds - 1)  # with evaluations of all
         self.steps, self.numbers = 3 + tried + others, itertools.count(1)
         self.rates, self.warmups, self.points, self.failures = {}, {}, {}, {}
@@ -251,7 +249,8 @@ class Comparison:
         self.rates = self.choose(self.args.rates)
         self.points = {name: found["chosen"] for name, found in self.rates.items()}
         if self.args.warmup:
-            self.warmups = self.choose(dict.fromkeys(self.points, self.args.warmup), warmup=True)
+            tried = {name: self.warmups_of(name) for name in self.points}
+            self.warmups = self.choose(tried, warmup=True)
             chosen = {name: found["chosen"] for name, found in self.warmups.items()}
             self.points = {name: self.point(name, warmup) for name, warmup in chosen.items()}
         others = [(name, seed, self.points[name]) for name, seed in self.runs(2)]
@@ -287,7 +286,7 @@ class Comparison:
         A run that diverges is out, not to be tried again; `diverged` in its folder says so.
         """
         args, folder = self.args, self.run_folder(name, seed, point)
-        title = f"{name}, seed {seed}, at {point.replace('_', ' after ')}"
+        title = f"{name}, seed {seed}, at {point.replace('_', ', warm-up ')}"
         checkpoints = folder / "checkpoints"
         made, diverged, done = folder / "averaged.pt", folder / "diverged", checkpoints / "done"
 
@@ -316,11 +315,15 @@ class Comparison:
             diverged.touch()
         remove(checkpoints)
 
+    def warmups_of(self, name):
+        """Return the warm-ups that a system tries: first that of its preset, then those listed."""
+        flags = training_flags(self.args, self.args.systems[name], "RATE")
+        return list(dict.fromkeys([str(flags["warmup-updates"]), *self.args.warmup]))
+
     def point(self, name, warmup):
         """Return the point of a warm-up at the chosen rate of a system."""
         rate = self.rates[name]["chosen"]
-        flags = training_flags(self.args, self.args.systems[name], rate)
-        return rate if int(warmup) == flags["warmup-updates"] else f"{rate}_{warmup}"
+        return rate if warmup == self.warmups_of(name)[0] else f"{rate}_{warmup}"
 
     def choose(self, listed, warmup=False):
         """Train each system with each of its listed values, and choose the best in validation.
@@ -364,7 +367,7 @@ class Comparison:
             if 1 <= (updates := int(int(chosen) * factor)) < self.args.updates:
                 return str(updates)
         if not finite:
-            self.failures[name, 1] = f"diverged at every {'warm-up' if warmup else 'learning rate'}"
+            self.failures[name, 1] = "diverged at every learning rate"
             del found[name]
         return None
 
