@@ -95,8 +95,7 @@ class TaLKConvConfig(TaLKConvUnitConfig, _flat_transformer_config()):
         0, "taps of a depthwise convolution before the encoder's windows (0: none)"
     )
     copy_attention: bool = option(
-        False,
-        "the attention to the encoder reads its tokens' embeddings too, and begins as a copy",
+        False, "the attention to the encoder reads its tokens too, and begins as a copy of them"
     )
     align_attention: bool = option(
         False, "its queries and keys are normalised, and its scores fall with the distance"

@@ -85,16 +85,16 @@ class EncoderAttention(MultiheadAttention):
         q = self.q_proj(query).view(T, N, k, H, R)
         if self.aligns:
             q = F.layer_norm(q, [R]) * self.sharpness
-        q = q.permute(1, 3, 0, 2, 4)
-        scores = torch.bmm(q.reshape(N * H, T * k, R), keys.view(N * H, R, S))
+        q = q.permute(1, 3, 0, 2, 4).reshape(N * H, T * k, R)
+        scores = torch.bmm(q, keys.view(N * H, R, S))
         if self.aligns:
-            targets = torch.arange(T, device=q.device).view(T, 1, 1) + state["step"]
+            targets = torch.arange(T, device=q.device).view(T, 1, 1)
             distances = (targets - state["positions"]).abs()  # (N, 1, T, 1, S)
-            scores = (scores.view(N, H, T, k, S) - self.slopes * distances).view(N * H, T * k, S)
-            state["step"] += T
+            scores = scores.view(N, H, T, k, S) - self.slopes * distances
+            state["positions"] = state["positions"] - T
         if padding is not None:
             scores = scores.view(N, H, T * k, S).masked_fill(padding[:, None, None], -math.inf)
-            scores = scores.view(N * H, T * k, S)
+        scores = scores.view(N * H, T * k, S)
         weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
         out = torch.bmm(self.dropout_module(weights.type_as(values)), values.view(N * H, S, R))
         out = out.view(N, H, T, k, R).permute(2, 0, 3, 1, 4).reshape(T, B, C)
@@ -104,9 +104,8 @@ class EncoderAttention(MultiheadAttention):
         return self.out_proj(out), weights if need_head_weights else weights.mean(dim=0)
 
     def _encoder_state(self, key, value, key_padding_mask):
-        """Return the keys (N, H, R, S), values (N, H, S, R) and padding (N, S) or None.
-
-        A product with few queries reads keys fastest in this layout.
+        """Return keys (N, H, R, S), which few queries read fastest so, values (N, H, S, R), padding
+        (N, S) or None, and if it aligns, positions (N, 1, 1, 1, S) from the next query on.
         """
         if self.copies:
             key, tokens = key.chunk(2, dim=-1)
@@ -119,7 +118,7 @@ class EncoderAttention(MultiheadAttention):
         if self.aligns:
             keys = F.layer_norm(keys, [self.head_dim])
             real = key.new_ones(N, S, dtype=torch.bool) if padding is None else ~padding
-            state |= {"positions": (real.cumsum(1) - 1).view(N, 1, 1, 1, S), "step": 0}
+            state["positions"] = (real.cumsum(1) - 1).view(N, 1, 1, 1, S)
         return {"keys": (self.scaling * keys).permute(1, 2, 3, 0).contiguous(), **state}
 
 

@@ -16,8 +16,8 @@ from fairseq.models import ARCH_CONFIG_REGISTRY
 WORDS = 30
 
 
-@pytest.fixture
-def model():
+@pytest.fixture(params=[False, True], ids=["copies", "copies and aligns"])
+def model(request):
     torch.manual_seed(0)
     words = Dictionary()
     for word in range(WORDS - len(words)):
@@ -28,12 +28,15 @@ def model():
         encoder_ffn_embed_dim=32, decoder_ffn_embed_dim=32, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_conv_type="dynamic", decoder_conv_type="dynamic",
         share_all_embeddings=True, dropout=0, attention_dropout=0, input_dropout=0,
-        weight_softmax=True,
+        weight_softmax=True, align_attention=request.param,
         max_source_positions=40, max_target_positions=40,
     )  # fmt: skip
     ARCH_CONFIG_REGISTRY["lightconv_copying"](args)
     task = SimpleNamespace(source_dictionary=words, target_dictionary=words)
-    return CopyingLightConvModel.build_model(args, task).eval()
+    built = CopyingLightConvModel.build_model(args, task).eval()
+    for layer in built.decoder.layers if request.param else ():
+        torch.nn.init.normal_(layer.encoder_attn.slopes)
+    return built
 
 
 @torch.no_grad()

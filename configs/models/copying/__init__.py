@@ -1,5 +1,7 @@
 """LightConv and DynamicConv whose attention to the encoder is that of ``--copy-attention``.
 
+With ``--align-attention`` it is that of both options.
+
 A user directory of fairseq, with which configs/verses/cpu_seq2seq.yaml tells what that attention
 does from what windows do.
 """
@@ -26,6 +28,11 @@ class CopiedEncoder(LightConvEncoder):
 
 @register_model("lightconv_copying")
 class CopyingLightConvModel(LightConvModel):
+    @staticmethod
+    def add_args(parser):
+        LightConvModel.add_args(parser)
+        parser.add_argument("--align-attention", action="store_true", help="as of talkconv")
+
     @classmethod
     def build_model(cls, args, task):
         model = super().build_model(args, task)
@@ -37,6 +44,7 @@ class CopyingLightConvModel(LightConvModel):
                 dropout=args.attention_dropout,
                 encoder_decoder_attention=True,
                 copies=True,
+                aligns=getattr(args, "align_attention", False),
             )
         return model
 
