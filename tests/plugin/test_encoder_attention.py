@@ -196,10 +196,17 @@ def test_reorder(orders, use_xformers):
         assert torch.allclose(out, expected, rtol=0, atol=1e-6)
 
 
-@pytest.fixture(scope="module", params=["talkconv", "talkconv_plus"])
+@pytest.fixture(
+    scope="module", params=["talkconv", "talkconv_plus", "talkconv_plus --align-attention"]
+)
 def model(request):
     torch.manual_seed(0)
-    return build_model(from_flags("--arch", request.param, *SMALL[2:]), task(100)).eval()
+    flags = ["--arch", *request.param.split(), *SMALL[2:]]
+    built = build_model(from_flags(*flags), task(100)).eval()
+    for layer in built.decoder.layers:
+        if layer.encoder_attn.aligns:
+            torch.nn.init.normal_(layer.encoder_attn.slopes)
+    return built
 
 
 def encode(model, lengths):
