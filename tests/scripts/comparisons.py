@@ -62,7 +62,7 @@ class Played:
             warmup = int(command[command.index("--warmup-updates") + 1])
             if "_" in checkpoints.parents[1].name:
                 name += f" with {warmup}"
-            updates = int(command[command.index("--max-update") + 1])
+            end = command[command.index("--max-update") + 1]
             self.restored = [word for word in command if word.endswith("_2.pt")]
         self.ran.append(name)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ class Played:
             (checkpoints / "checkpoint_1_2.pt").touch()
             if name == self.stop_at:
                 raise KeyboardInterrupt
-            (checkpoints / f"checkpoint_1_{updates}.pt").touch()
+            (checkpoints / f"checkpoint_1_{end}.pt").touch()
             with open(log, "a") as file:
                 file.write("INFO | num. shared model params: 1,234 (num. trained: 1,234)\n")
                 for updates in (2, 4):

@@ -20,8 +20,7 @@ from functools import partial
 import torch
 
 from pipeline.benchmarks import harness, models, operator
-from pipeline.benchmarks.harness import several
-from pipeline.common.command import at_least
+from pipeline.common.command import at_least, several
 from pipeline.common.models import build_generator
 
 WINDOWS = [1, 3, 7, 15]  # of talkconv_iwslt_de_en, to either side in the encoder

@@ -1,6 +1,5 @@
 """What the benchmarks share: turns, memory, what cannot run, tables, files and options."""
 
-import argparse
 import contextlib
 import ctypes
 import gc
@@ -216,19 +215,3 @@ def option_parser(name, description, turns, limit, output):
         help=f"leave out what takes longer once (default: {limit})")  # fmt: skip
     add("--output", type=Path, default=Path(output), metavar="PREFIX", help=f"default: {output}")
     return options
-
-
-def several(kind):
-    """Return the type of an option that lists values of `kind`, separated by commas."""
-    return lambda text: [kind(word) for word in text.split(",")]
-
-
-def one_of(known):
-    """Return the type of an option that is one of the names `known`."""
-
-    def name(text):
-        if text not in known:
-            raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {text}")
-        return text
-
-    return name

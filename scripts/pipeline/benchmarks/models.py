@@ -14,8 +14,8 @@ from fairseq.modules.dynamic_convolution import DynamicConv1dTBC
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 
 from pipeline.benchmarks import harness
-from pipeline.benchmarks.harness import Unavailable, one_of, several
-from pipeline.common.command import at_least
+from pipeline.benchmarks.harness import Unavailable
+from pipeline.common.command import at_least, one_of, several
 from pipeline.common.models import build_model, parse_words
 from pipeline.common.systems import words
 

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.benchmarks import harness
-from pipeline.benchmarks.harness import Unavailable, one_of, peak_memory, several
-from pipeline.common.command import at_least
+from pipeline.benchmarks.harness import Unavailable, peak_memory
+from pipeline.common.command import at_least, one_of, several
 from talk_fairseq import TaLKConvState, talk_conv, talk_conv_reference, talk_conv_update
 
 SIZES = (10, 1024, 16)  # B, C and H of the paper

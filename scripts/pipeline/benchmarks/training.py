@@ -22,9 +22,9 @@ import tempfile
 import torch
 
 from pipeline.benchmarks import harness, models, operator
-from pipeline.benchmarks.harness import Unavailable, one_of, several
+from pipeline.benchmarks.harness import Unavailable
 from pipeline.benchmarks.models import SIZES
-from pipeline.common.command import at_least
+from pipeline.common.command import at_least, one_of, several
 
 # isort: split
 from fairseq.data import LanguagePairDataset

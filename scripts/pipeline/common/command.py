@@ -86,3 +86,19 @@ def at_least(least, kind=int):
         raise argparse.ArgumentTypeError(f"expected at least {least}, got {text}")
 
     return parse
+
+
+def several(kind):
+    """Return the type of an option that lists values of `kind`, separated by commas."""
+    return lambda text: [kind(word) for word in text.split(",")]
+
+
+def one_of(known):
+    """Return the type of an option that is one of the names `known`."""
+
+    def name(text):
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {text}")
+        return text
+
+    return name

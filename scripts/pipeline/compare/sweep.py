@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
-from pipeline.common.command import BadInput, Failed, at_least, parser, run
+from pipeline.common.command import BadInput, Failed, at_least, parser, run, several
 from pipeline.common.fairseq import (
     Commands,
     generation,
@@ -73,11 +73,6 @@ def learning_rates(text):
     raise argparse.ArgumentTypeError(f"expected positive numbers, got {text!r}")
 
 
-def warmups(text):
-    """Return the numbers of updates in ``--warmup``, each once, as texts."""
-    return list(dict.fromkeys(str(at_least(1)(word)) for word in text.split(",")))
-
-
 def times(rate, factor):
     """Return a multiple of a rate, spelt like ``4e-3``."""
     digits, exponent = f"{float(rate) * factor:e}".split("e")
@@ -109,8 +104,9 @@ def parse(arguments=None):
         help="of the blocks that a language model sees (default: 256; gpu: 512)")  # fmt: skip
     add("--lr", type=learning_rates, metavar="A,B",
         help="peak learning rates to try (default: the preset's)")  # fmt: skip
-    add("--warmup", type=warmups, metavar="A,B", help="updates of the warm-up to try at the best "
-        "rate, beside the preset's (default: none)")  # fmt: skip
+    add("--warmup", type=several(at_least(1)), metavar="A,B",
+        help="updates of the warm-up to try at the best rate, beside the preset's "
+        "(default: none)")  # fmt: skip
     add("--jobs", type=at_least(1), metavar="N", help="trainings side by side (default: one per "
         "core, at most 4; gpu: 1)")  # fmt: skip
     add("--turns", type=at_least(1), metavar="N", default=5,
@@ -143,7 +139,7 @@ def parse(arguments=None):
     args.seeds = args.seeds or args.schedule.seeds
     args.updates = args.updates or args.schedule.updates
     args.lr = args.lr or args.schedule.rates  # of all systems, or of each
-    if args.warmup and (longest := max(map(int, args.warmup))) >= args.updates:
+    if args.warmup and (longest := max(args.warmup)) >= args.updates:
         raise BadInput(f"--warmup: expected less than {args.updates} updates, got {longest}")
     args.jobs = args.jobs or (min(cores(), 4) if args.device == "cpu" else 1)
     args.reference = preset["reference"]
@@ -318,7 +314,7 @@ class Comparison:
     def warmups_of(self, name):
         """Return the warm-ups that a system tries: first that of its preset, then those listed."""
         flags = training_flags(self.args, self.args.systems[name], "RATE")
-        return list(dict.fromkeys([str(flags["warmup-updates"]), *self.args.warmup]))
+        return list(map(str, dict.fromkeys([flags["warmup-updates"], *self.args.warmup])))
 
     def point(self, name, warmup):
         """Return the point of a warm-up at the chosen rate of a system."""

@@ -23,9 +23,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from pipeline.benchmarks.harness import one_of, several
 from pipeline.common import command
-from pipeline.common.command import at_least
+from pipeline.common.command import at_least, one_of, several
 from pipeline.common.files import write_json, write_whole
 from pipeline.common.machine import machine
 from pipeline.common.models import build_model, configure
