@@ -95,8 +95,11 @@ def script_text(name):
     modules = re.findall(r"run\.(?:sh|py)\"? ([\w.]+)|run\(\"([\w.]+)\"\)", own)
     others += [pipeline_file("".join(names)) for names in modules]
     text = own + "".join(path.read_text() for path in others if path.exists())
-    shared = {pipeline_file(name) for name in re.findall(r"from pipeline\.([\w.]+) import", text)}
-    return text + "".join(path.read_text() for path in shared if path.exists())
+    shared = set()
+    for module, names in re.findall(r"^from pipeline\.([\w.]+) import (.+)", text, re.M):
+        shared |= {module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))}
+    paths = (pipeline_file(module) for module in sorted(shared))
+    return text + "".join(path.read_text() for path in paths if path.exists())
 
 
 def pipeline_file(module):
