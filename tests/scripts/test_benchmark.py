@@ -17,7 +17,7 @@ SCRIPT = ROOT / "scripts/benchmark_talk_conv.py"
 SDPA = "scaled_dot_product_attention"
 MODES = ["forward", "forward+backward", "backward"]
 TINY = (
-    "--cpu --lengths 5,40 --dtypes float32 --batch 2 --channels 32 --heads 4 --turns 2 --output"
+    "--cpu --lengths 5 --dtypes float32 --batch 2 --channels 32 --heads 4 --turns 2 --output"
 ).split()
 
 
@@ -52,11 +52,9 @@ def test_table_and_json(tmp_path):
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "talk_conv is right in float32" in printed and "TaLK, CUDA graph" in printed
     record = json.loads((tmp_path / "talk.json").read_text())
-    assert [(cell["T"], cell["mode"]) for cell in record["cells"]] == [
-        (T, mode) for T in (5, 40) for mode in MODES
-    ]
+    assert [cell["mode"] for cell in record["cells"]] == MODES
     for cell in record["cells"]:
-        assert f"T {cell['T']}, dtype float32, mode {cell['mode']}" in printed
+        assert f"T 5, dtype float32, mode {cell['mode']}" in printed
         for name, row in cell["results"].items():
             if name == "TaLK, CUDA graph":
                 assert row == {"error": "needs a GPU"}
@@ -99,7 +97,7 @@ def test_an_interrupted_run_loses_no_other_cell(benchmark, tmp_path, monkeypatch
 
     monkeypatch.setattr(benchmark, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        benchmark.main([*TINY, str(tmp_path / "talk"), "--only", "none", "--turns", "1"])
+        benchmark.main([*TINY, str(tmp_path / "talk"), "--lengths", "5,40", "--only", "none"])
     cells = json.loads((tmp_path / "talk.json").read_text())["cells"]
     assert [(cell["T"], cell["mode"]) for cell in cells] == [(5, mode) for mode in MODES]
 

@@ -151,6 +151,7 @@ class Report:
         self.path, self.turns, self.ours = Path(f"{args.output}.json"), args.turns, ours
         versions = {"machine": machine(args.device), "torch": torch.__version__}
         self.where = "{machine}, torch {torch}".format(**versions)
+        gc.freeze()  # what is imported is no garbage, and takes long to look through
         self.cells = []
         self.record = {**versions, **facts, "cells": self.cells}
 
