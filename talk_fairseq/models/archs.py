@@ -26,6 +26,7 @@ _PLUS = {
     "encoder_short_kernel": 7,
     "decoder_short_kernel": 8,
     "copy_attention": True,
+    "align_attention": True,
 }
 
 # --- The paper's models (appendix A); all of them post-norm, with Swish ---
@@ -88,7 +89,7 @@ _BIG_LM = {
     "decoder_attention_heads": 16,
 }
 
-_PLUS_LM = {k: value for k, value in _PLUS.items() if not k.startswith(("encoder", "copy"))}
+_PLUS_LM = {k: v for k, v in _PLUS.items() if not k.startswith(("encoder", "copy", "align"))}
 
 TALKCONV_LM = {
     # Beyond the paper.

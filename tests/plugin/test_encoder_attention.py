@@ -197,7 +197,7 @@ def test_reorder(orders, use_xformers):
 
 
 @pytest.fixture(
-    scope="module", params=["talkconv", "talkconv_plus", "talkconv_plus --align-attention"]
+    scope="module", params=["talkconv", "talkconv_plus", "talkconv_plus --no-align-attention"]
 )
 def model(request):
     torch.manual_seed(0)

@@ -102,11 +102,15 @@ def test_archs_beyond_the_paper_only_add_to_the_papers(plus, paper):
     ours, theirs = (build(from_flags("--arch", arch), 100, 100) for arch in (plus, paper))
     added = {f"{name}: {tuple(p.shape)}" for name, p in ours.named_parameters()}
     added -= {f"{name}: {tuple(p.shape)}" for name, p in theirs.named_parameters()}
-    C = ours.encoder.layers[0].embed_dim
+    C, heads = ours.encoder.layers[0].embed_dim, ours.decoder.layers[0].encoder_attn.num_heads
     assert added == {
         f"{side}.layers.{n}.self_attn.short.weight: ({taps}, {C})"
         for side, layers, taps in (("encoder", 7, 7), ("decoder", 6, 8))
         for n in range(layers)
+    } | {
+        f"decoder.layers.{n}.encoder_attn.{name}"
+        for name in (f"sharpness: ({heads}, 1)", f"slopes: ({heads}, 1, 1, 1)")
+        for n in range(6)
     }
     assert not any(unit.short for side in ("encoder", "decoder") for unit in units(theirs, side))
     activations = torch.nn.functional.relu, torch.nn.functional.silu
