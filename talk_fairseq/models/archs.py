@@ -20,14 +20,8 @@ def _set_defaults(values, cfg):
 
 # --- Beyond the paper ---
 
-_PLUS = {
-    "activation_fn": "relu",
-    "spread_offsets": True,
-    "encoder_short_kernel": 7,
-    "decoder_short_kernel": 8,
-    "copy_attention": True,
-    "align_attention": True,
-}
+_PLUS_LM = {"activation_fn": "relu", "spread_offsets": True, "decoder_short_kernel": 8}
+_PLUS = {**_PLUS_LM, "encoder_short_kernel": 7, "copy_attention": True, "align_attention": True}
 
 # --- The paper's models (appendix A); all of them post-norm, with Swish ---
 
@@ -88,8 +82,6 @@ _BIG_LM = {
     "decoder_ffn_embed_dim": 4096,
     "decoder_attention_heads": 16,
 }
-
-_PLUS_LM = {k: v for k, v in _PLUS.items() if not k.startswith(("encoder", "copy", "align"))}
 
 TALKCONV_LM = {
     # Beyond the paper.

@@ -98,7 +98,7 @@ class TaLKConvConfig(TaLKConvUnitConfig, _flat_transformer_config()):
         False, "the attention to the encoder reads its tokens too, and begins as a copy of them"
     )
     align_attention: bool = option(
-        False, "its queries and keys are normalised, and its scores fall with the distance"
+        False, "the attention to the encoder has a learned penalty on distances between positions"
     )
 
 

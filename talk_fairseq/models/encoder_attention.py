@@ -25,8 +25,10 @@ class EncoderAttention(MultiheadAttention):
             embeddings of its tokens. The projections of the values and of the output begin such
             that, but for biases, a token that is attended to comes out halved. So the decoder
             sees from the first update on which tokens it attends to.
-        aligns: normalise queries and keys in each head, and let the score of target token i and
-            source token j fall by the head's learned slope (at first 0) times ``abs(i - j)``.
+        aligns: normalise queries and keys in each head, multiply the queries by its learned
+            sharpness (at first 1), and let the score of target token i and source token j fall by
+            its learned slope (at first 0) times ``abs(i - j)``. Padding has no position in the
+            source, and comes after the tokens of the target.
 
     Raises ValueError with `copies` where encoder and decoder have different widths.
     """
@@ -86,26 +88,26 @@ class EncoderAttention(MultiheadAttention):
         if self.aligns:
             q = F.layer_norm(q, [R]) * self.sharpness
         q = q.permute(1, 3, 0, 2, 4).reshape(N * H, T * k, R)
-        scores = torch.bmm(q, keys.view(N * H, R, S))
+        scores = torch.bmm(q, keys.view(N * H, R, S)).view(N, H, T, k, S)
         if self.aligns:
             targets = torch.arange(T, device=q.device).view(T, 1, 1)
-            distances = (targets - state["positions"]).abs()  # (N, 1, T, 1, S)
-            scores = scores.view(N, H, T, k, S) - self.slopes * distances
+            distances = (targets - state["positions"]).abs().float()  # (N, 1, T, 1, S)
+            scores = scores - self.slopes * distances  # in float32, also of halves
             state["positions"] = state["positions"] - T
         if padding is not None:
-            scores = scores.view(N, H, T * k, S).masked_fill(padding[:, None, None], -math.inf)
-        scores = scores.view(N * H, T * k, S)
+            scores = scores.masked_fill(padding[:, None, None, None], -math.inf)
         weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        out = torch.bmm(self.dropout_module(weights.type_as(values)), values.view(N * H, S, R))
+        dropped = self.dropout_module(weights.type_as(values)).view(N * H, T * k, S)
+        out = torch.bmm(dropped, values.view(N * H, S, R))
         out = out.view(N, H, T, k, R).permute(2, 0, 3, 1, 4).reshape(T, B, C)
         if not (need_weights or need_head_weights):
             return self.out_proj(out), None
-        weights = weights.view(N, H, T, k, S).permute(1, 0, 3, 2, 4).reshape(H, B, T, S)
+        weights = weights.permute(1, 0, 3, 2, 4).reshape(H, B, T, S)
         return self.out_proj(out), weights if need_head_weights else weights.mean(dim=0)
 
     def _encoder_state(self, key, value, key_padding_mask):
         """Return keys (N, H, R, S), which few queries read fastest so, values (N, H, S, R), padding
-        (N, S) or None, and if it aligns, positions (N, 1, 1, 1, S) from the next query on.
+        (N, S) or None, and if it aligns, positions (N, 1, 1, 1, S) relative to the next query's.
         """
         if self.copies:
             key, tokens = key.chunk(2, dim=-1)

@@ -182,6 +182,9 @@ class TaLKConvModel(TaLKConvModelBase, transformer.TransformerModelBase):
     @classmethod
     def build_model(cls, cfg, task):
         cfg = nested_config(cfg, TaLKConvConfig)
+        left_pad_target = getattr(getattr(task, "cfg", None), "left_pad_target", False)
+        if left_pad_target and cfg.align_attention:  # which counts target tokens from the left
+            raise ValueError("left_pad_target: expected False with align_attention, got True")
         cfg.unit = cls.unit
         set_windows(cfg.encoder, "encoder")
         set_windows(cfg.decoder, "decoder")

@@ -138,6 +138,36 @@ def test_alignment(padding):
         assert torch.allclose(out, align(ours, query, memory, mask), rtol=0, atol=1e-12)
 
 
+def test_alignment_begins_without_slopes():
+    ours = EncoderAttention(8, 2, encoder_decoder_attention=True, aligns=True)
+    assert (ours.slopes == 0).all() and (ours.sharpness == 1).all()
+
+
+def test_gradients_of_alignment():
+    ours = aligned()
+    memory, mask = encoded(7, 3)
+    query, memory, dout = torch.randn(5, 3, 8).double(), memory.double(), torch.randn(5, 3, 8)
+    outs = ours(query, memory, memory, mask)[0], align(ours, query, memory, mask)
+    got, expected = (
+        torch.autograd.grad((out * dout).sum(), [ours.slopes, ours.sharpness]) for out in outs
+    )
+    for a, b in zip(got, expected):
+        assert a.abs().min() > 1e-3 and torch.allclose(a, b, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_alignment_far_from_the_source_in_halves(dtype):
+    """Scores there are differences of large numbers, which halves would not tell apart."""
+    ours = aligned().to(dtype)
+    torch.nn.init.constant_(ours.slopes, 0.15)
+    memory, mask = encoded(40, 2)
+    query, memory = torch.randn(500, 2, 8, dtype=dtype), memory.to(dtype)
+    with torch.no_grad():
+        _, weights = ours(query, memory, memory, mask)
+        _, expected = ours.double()(query.double(), memory.double(), memory.double(), mask)
+    assert (weights - expected)[:, -1].abs().sum(-1).max() < 8 * torch.finfo(dtype).eps
+
+
 @pytest.mark.parametrize("first", [1, 2])
 def test_alignment_step_by_step(first):
     """Two rows a sentence, which then change places or end."""

@@ -1,6 +1,7 @@
 """The encoder-decoder as fairseq builds it: archs, flags, YAML, layers to keep, the model."""
 
 import argparse
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -117,6 +118,14 @@ def test_archs_beyond_the_paper_only_add_to_the_papers(plus, paper):
     for model, activation in zip((ours, theirs), activations):
         layers = (*model.encoder.layers, *model.decoder.layers)
         assert all(layer.activation_fn is activation for layer in layers)
+
+
+def test_aligning_takes_targets_that_begin_on_the_left():
+    """As generators give them, whose steps count from the first token."""
+    padded = SimpleNamespace(**vars(task()), cfg=SimpleNamespace(left_pad_target=True))
+    assert build_model(from_flags("--arch", "talkconv_plus", "--no-align-attention"), padded)
+    with pytest.raises(ValueError, match="left_pad_target: expected False with align_attention"):
+        build_model(from_flags("--arch", "talkconv_plus"), padded)
 
 
 def test_a_variant_has_the_options_of_its_base():

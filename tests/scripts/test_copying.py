@@ -42,8 +42,10 @@ def model(request):
 @torch.no_grad()
 def test_steps_equal_full_passes(model):
     """Of two hypotheses a sentence, which a beam search reorders, and then of one sentence."""
-    source = torch.randint(4, WORDS, (2, 7)).repeat_interleave(2, dim=0)
-    encoder_out = model.encoder(source, torch.tensor([7] * 4))
+    source = torch.randint(4, WORDS, (2, 7))
+    source[1, :3] = model.encoder.padding_idx
+    source = source.repeat_interleave(2, dim=0)
+    encoder_out = model.encoder(source, torch.tensor([7, 7, 4, 4]))
     assert encoder_out["encoder_out"][0].shape == (7, 4, 32)
     target, state = torch.randint(4, WORDS, (4, 8)), {}
     for step in range(1, 9):
