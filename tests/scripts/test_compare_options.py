@@ -99,7 +99,7 @@ def test_the_long_preset_has_rates_and_dropout_of_its_own(tmp_path):
     args = sweep.parse(["--preset", "cpu_long"])
     assert args.out.name == "mt_cpu_long" and args.device == "cpu"
     assert args.rates.keys() == args.systems.keys() == sweep.parse([]).systems.keys()
-    assert (args.rates["talkconv_plus"], args.rates["transformer"]) == (["8e-3"], ["1e-3"])
+    assert (args.rates["talkconv_plus"], args.rates["transformer"]) == (["4e-3"], ["1e-3"])
     assert set(map(tuple, sweep.parse(["--preset", "cpu_long", "--lr", "1,2"]).rates.values())) == {
         ("1", "2")
     }
