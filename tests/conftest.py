@@ -155,8 +155,7 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="session")
 def trained(corpus, tmp_path_factory):
     """The checkpoint of a small model after two dozen updates."""
-    model = [*SMALL, "--copy-attention", "--align-attention"]
-    return train_a_little(tmp_path_factory.mktemp("trained"), corpus, model, max_tokens=2000)
+    return train_a_little(tmp_path_factory.mktemp("trained"), corpus, SMALL, max_tokens=2000)
 
 
 def train_a_little(folder, corpus, model, max_tokens):

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from conftest import PLUGIN, SMALL, fairseq
+from conftest import PLUGIN, SMALL, fairseq, train_a_little
 
 pytest.importorskip("fairseq")
 
@@ -25,6 +25,13 @@ from fairseq.search import (
 )
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.token_generation_constraints import pack_constraints
+
+
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory):
+    """The checkpoint of a small model whose attention copies and aligns."""
+    model = [*SMALL, "--copy-attention", "--align-attention"]
+    return train_a_little(tmp_path_factory.mktemp("trained"), corpus, model, max_tokens=2000)
 
 
 @pytest.fixture(scope="module")
