@@ -26,8 +26,10 @@
 // sum changes over each chunk (talk_backward_totals), and after the scan over chunks
 // (talk_scan_chunks) for the rows (talk_backward_walk).
 
-constexpr int REACH = 32;  // time steps that share an entry of `reach`
-constexpr int DOTS = 4;    // time steps whose gradients of offsets are computed together
+constexpr int REACH = 32;   // time steps that share an entry of `reach`
+constexpr int SPAN = 1024;  // time steps that share one of its further entries
+constexpr int DOTS = 4;     // time steps whose gradients of offsets are computed together
+constexpr int BACKWARD_THREADS = 384;
 
 // One end of a window, at the row it cuts or could cut (lo - 1 or hi + 1): what dout[t] adds to dx
 // at this row, and to the running sum of the rows after it.
@@ -95,7 +97,8 @@ template <typename F> struct Tile {
 // of a row. A thread holds one window; `rows`, at most the number of threads, is what a block has
 // room for.
 template <typename X, typename F>
-__device__ void sort_ends(const Problem& p, int head, const Tile<F>& tile, int rows) {
+__device__ void sort_ends(const Problem& p, const Offsets<X>& offsets, const Tile<F>& tile,
+                          int rows) {
     const int i = threadIdx.x, own = tile.first + i - tile.t0;
     int row[2] = {-1, -1}, slot[2], open = 0;
     End<F> ends[2];
@@ -103,7 +106,7 @@ __device__ void sort_ends(const Problem& p, int head, const Tile<F>& tile, int r
         tile.starts[r] = 0, tile.cuts[r] = Cuts{{NO_CUT, NO_CUT}};
     __syncthreads();
     if (i < tile.staged) {
-        const Window<F> w = window_of<X, F>(p, tile.first + i, head);
+        const Window<F> w = window_of<X, F>(p, tile.first + i, offsets);
         if (own >= 0 && own < tile.rows) tile.cuts[own] = cuts_of(w);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
@@ -250,48 +253,61 @@ __device__ F gradient_of_offset(const Problem& p, int head, F dot, int t, int cu
     return static_cast<F>(exact * p.scale * max_rows);
 }
 
-// Moderate windows, where there is more than one tile: of every REACH time steps, which rows the
-// windows touch that are larger than a halo (offsets above 1.25). Nearly always there are none.
-// A block takes 32 heads, and each of its warps a part of the time steps.
+// Moderate windows, where there is more than one tile: of every REACH time steps, and of every SPAN,
+// which rows the windows touch that are larger than a halo (offsets above 1.25). Nearly always there
+// are none. A block takes a span of 32 heads, and each of its warps REACH time steps.
 template <typename X> __device__ void reach(const Problem& p) {
     using F = typename Types<X>::Compute;
-    constexpr int WARPS = 4, PART = REACH / WARPS;
+    constexpr int BATCH = 8;  // loads that are under way together
     const int heads = p.B * p.H, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int head = blockIdx.z * 32 + lane, t0 = blockIdx.x * REACH + warp * PART;
-    Offsets<X> offsets[PART];
-#pragma unroll
-    for (int i = 0; i < PART; ++i)
-        offsets[i] = offsets_of<X>(p, min(t0 + i, p.T - 1), min(head, heads - 1));
-    Pack<int, 2>* parts = shared_memory().take<Pack<int, 2>>(32 * WARPS);
+    const int head = blockIdx.z * 32 + lane, t0 = blockIdx.x * SPAN + warp * REACH;
+    Pack<int, 2>* parts = shared_memory().take<Pack<int, 2>>(SPAN);
+    Pack<int, 2>* reaches = reinterpret_cast<Pack<int, 2>*>(p.reach) + head;
     Pack<int, 2> rows = {{p.T, -1}};
+#pragma unroll 1
+    for (int first = t0; first < min(t0 + REACH, p.T); first += BATCH) {
+        Offsets<X> offsets[BATCH];
 #pragma unroll
-    for (int i = 0; i < PART; ++i) {
-        const int t = min(t0 + i, p.T - 1);
-        const double left = offsets[i].left, right = offsets[i].right;
-        if (left * p.max_left < p.after && right * p.max_right < p.before) continue;
-        const Window<F> w = window_of<X, F>(p, t, offsets[i]);
-        if (w.lo - 1 >= t - p.after && w.hi + 1 <= t + p.before) continue;
-        rows.v[0] = min(rows.v[0], w.lo - 1), rows.v[1] = max(rows.v[1], w.hi + 1);
+        for (int i = 0; i < BATCH; ++i)
+            offsets[i] = offsets_of<X>(p, min(first + i, p.T - 1), min(head, heads - 1));
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int t = min(first + i, p.T - 1);
+            const double left = offsets[i].left, right = offsets[i].right;
+            if (left * p.max_left < p.after && right * p.max_right < p.before) continue;
+            const Window<F> w = window_of<X, F>(p, t, offsets[i]);
+            if (w.lo - 1 >= t - p.after && w.hi + 1 <= t + p.before) continue;
+            rows.v[0] = min(rows.v[0], w.lo - 1), rows.v[1] = max(rows.v[1], w.hi + 1);
+        }
     }
     parts[threadIdx.x] = rows;
+    if (t0 < p.T && head < heads) reaches[static_cast<long long>(t0 / REACH) * heads] = rows;
     __syncthreads();
     if (warp > 0 || head >= heads) return;
-#pragma unroll
-    for (int k = 1; k < WARPS; ++k) {
+#pragma unroll 8
+    for (int k = 1; k < SPAN / REACH; ++k) {
         const Pack<int, 2> other = parts[lane + 32 * k];
         rows.v[0] = min(rows.v[0], other.v[0]), rows.v[1] = max(rows.v[1], other.v[1]);
     }
-    const long long at = static_cast<long long>(blockIdx.x) * heads + head;
-    reinterpret_cast<Pack<int, 2>*>(p.reach)[at] = rows;
+    reaches[static_cast<long long>((p.T - 1) / REACH + 1 + blockIdx.x) * heads] = rows;
 }
 
-// Are there such windows at a tile's rows, in some time steps of which not all are staged?
+// Are there such windows at a tile's rows, in the span of time step t, or in its REACH time steps
+// where not all of these are staged?
+template <typename F>
+__device__ inline bool touches(const Problem& p, int head, const Tile<F>& tile, int entry) {
+    const Pack<int, 2> rows = reinterpret_cast<const Pack<int, 2>*>(
+        p.reach)[static_cast<long long>(entry) * (p.B * p.H) + head];
+    return rows.v[0] < tile.t0 + tile.rows && rows.v[1] >= tile.t0;
+}
+template <typename F>
+__device__ inline bool span_touches(const Problem& p, int head, const Tile<F>& tile, int t) {
+    return touches(p, head, tile, (p.T - 1) / REACH + 1 + t / SPAN);
+}
 template <typename F>
 __device__ inline bool reaches(const Problem& p, int head, const Tile<F>& tile, int t) {
     if (t >= tile.first && min(t + REACH, p.T) <= tile.first + tile.staged) return false;
-    const Pack<int, 2> rows = reinterpret_cast<const Pack<int, 2>*>(
-        p.reach)[static_cast<long long>(unsigned(t) / REACH) * (p.B * p.H) + head];
-    return rows.v[0] < tile.t0 + tile.rows && rows.v[1] >= tile.t0;
+    return touches(p, head, tile, t / REACH);
 }
 
 // Adds what the time steps that are not staged contribute to rows `from` ... of a tile: to `all` of
@@ -306,6 +322,10 @@ __device__ void add_far(const Problem& p, int head, const Tile<F>& tile, Window<
     from += tile.t0;
 #pragma unroll 1
     for (int t = 0; t < p.T; t += REACH) {
+        if (t % SPAN == 0 && !span_touches(p, head, tile, t)) {
+            t += SPAN - REACH;
+            continue;
+        }
         if (!reaches(p, head, tile, t)) continue;
         __syncthreads();
         const int own = t + threadIdx.x;
@@ -342,48 +362,63 @@ __device__ void add_far(const Problem& p, int head, const Tile<F>& tile, Window<
 // over chunks.
 enum class Pass { TILE, TOTALS, WALK };
 
-// Loads `count` rows of dout into shared memory, from time step `first` on: several are under way
-// together.
+// Starts to copy `count` rows of dout into shared memory, from time step `first` on.
 template <int LANES, int SEGMENTS, typename X, int N>
 __device__ inline void stage(Row<Pack<X, N>, LANES>* staged, const GlobalRows<X, N>& dout,
                              int first, int count) {
-    constexpr int BATCH = 4;
-    const int end = first + count;
-#pragma unroll 1
-    for (int t = first + threadIdx.x / LANES; t < end; t += BATCH * SEGMENTS) {
-        Pack<X, N> batch[BATCH];
-#pragma unroll
-        for (int k = 0; k < BATCH; ++k) batch[k] = dout(min(t + k * SEGMENTS, end - 1));
-#pragma unroll
-        for (int k = 0; k < BATCH; ++k)
-            if (t + k * SEGMENTS < end) staged[t - first + k * SEGMENTS][0] = batch[k];
-    }
+#pragma unroll 4
+    for (int row = threadIdx.x / LANES; row < count; row += SEGMENTS)
+        copy_later<X, N>(&staged[row][0], row_at(dout.column, dout.stride, first + row));
 }
 
-// From how much the running sum changes over each segment to its value before each, in double, a
-// thread to a channel. It starts with the windows that are open before the tile, or with what the
-// scan over chunks found; TOTALS hands over to that scan.
+// Asks for the block's rows of x, of which the gradients of the offsets take some in the end.
+template <int THREADS, int CHANNELS, typename X, int N>
+__device__ inline void prefetch_rows(const GlobalRows<X, N>& x, int R, int first,
+                                     int count) {
+    constexpr int LINE = 128 / sizeof(X), LINES = CHANNELS / LINE < 1 ? 1 : CHANNELS / LINE;
+    for (int i = threadIdx.x; i < count * LINES; i += THREADS)
+        if (i % LINES * LINE < R)
+            prefetch(row_at(x.column, x.stride, first + i / LINES) + i % LINES * LINE);
+}
+
+// From how much the running sum changes over each segment to its value before each, in double. A
+// thread takes a channel and N neighbouring segments; what these add up to goes through `sums`. It
+// starts with the windows that are open before the tile, or with what the scan over chunks found;
+// TOTALS hands over to that scan. All threads of a block call it.
 template <Pass pass, int N, int LANES, int SEGMENTS, int OPENS, typename F>
 __device__ inline void scan_segments(const Problem& p, int head, int c, Pack<F, N>* changes,
-                                     const Pack<F, N>* opens) {
-    constexpr int CHANNELS = LANES * N;
-    for (int i = threadIdx.x; i < min(CHANNELS, p.R - c); i += blockDim.x) {
-        const long long at = blockIdx.z * (static_cast<long long>(p.B) * p.C)
-                           + static_cast<long long>(head) * p.R + c + i;
-        F* change = reinterpret_cast<F*>(changes) + i;
-        const F* open = reinterpret_cast<const F*>(opens) + i;
-        double sum = 0;
+                                     const Pack<F, N>* opens, double* sums) {
+    constexpr int CHANNELS = LANES * N, GROUPS = SEGMENTS / N;
+    const int i = threadIdx.x % CHANNELS, group = threadIdx.x / CHANNELS;
+    const long long at = blockIdx.z * (static_cast<long long>(p.B) * p.C)
+                       + static_cast<long long>(head) * p.R + c + i;
+    F* change = reinterpret_cast<F*>(changes) + group * (N * CHANNELS) + i;
+    const F* open = reinterpret_cast<const F*>(opens) + i;
+    F own[N];
+    double sum = 0;
+#pragma unroll
+    for (int s = 0; s < N; ++s) sum += own[s] = change[s * CHANNELS];
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    if (c + i >= p.R) return;
+    sum = 0;
 #pragma unroll 4
-        for (int s = 0; s < OPENS; ++s) sum += open[s * CHANNELS];
-        if constexpr (pass == Pass::TOTALS) p.clipped[at] = sum, sum = 0;
-        if constexpr (pass == Pass::WALK) sum = p.totals[at];
-#pragma unroll 4
-        for (int s = 0; s < SEGMENTS; ++s) {
-            const F own = change[s * CHANNELS];
+    for (int s = 0; s < OPENS; ++s) sum += open[s * CHANNELS];
+    if constexpr (pass == Pass::TOTALS) {
+        if (group == 0) p.clipped[at] = sum;
+        sum = 0;
+    }
+    if constexpr (pass == Pass::WALK) sum = p.totals[at];
+#pragma unroll 1
+    for (int k = 0; k < (pass == Pass::TOTALS ? GROUPS : group); ++k) sum += sums[k * CHANNELS + i];
+    if constexpr (pass == Pass::TOTALS) {
+        if (group == 0) p.totals[at] = sum;
+    } else {
+#pragma unroll
+        for (int s = 0; s < N; ++s) {
             change[s * CHANNELS] = static_cast<F>(sum);
-            sum += own;
+            sum += own[s];
         }
-        if constexpr (pass == Pass::TOTALS) p.totals[at] = sum;
     }
 }
 
@@ -460,6 +495,7 @@ __device__ void backward(const Problem& p) {
 
     Pack<F, N>* changes = shared.take<Pack<F, N>>(2 * THREADS);
     Pack<F, N>* open_sums = changes + THREADS;
+    double* sums = shared.take<double>(THREADS);
     F* dots = shared.take<F>(2 * SEGMENTS * ROWS_);
     tile.cuts = shared.take<Cuts>(SEGMENTS * ROWS_);
     Row<Pack<X, N>, LANES>* staged = nullptr;
@@ -494,12 +530,19 @@ __device__ void backward(const Problem& p) {
         return GlobalRows<X, N>{static_cast<const X*>(tensor) + at, stride};
     };
     if constexpr (pass == Pass::TILE) {
-        stage<LANES, SEGMENTS>(staged, rows_of(p.dout, lane * N), tile.first, tile.staged);
-        sort_ends<X>(p, head, tile, SEGMENTS * ROWS_);
+        // What is loaded first is on its way while the ends are sorted.
+        const int own = min(tile.first + static_cast<int>(threadIdx.x), p.T - 1);
+        const Offsets<X> offsets = offsets_of<X>(p, own, head);
+        bool touched = false;
         if (p.reach)
 #pragma unroll 1
-            for (int t = threadIdx.x * REACH; t < p.T; t += THREADS * REACH)
-                if (reaches(p, head, tile, t)) *far = 1;
+            for (int t = threadIdx.x * SPAN; t < p.T; t += THREADS * SPAN)
+                touched |= span_touches(p, head, tile, t);
+        stage<LANES, SEGMENTS>(staged, rows_of(p.dout, lane * N), tile.first, tile.staged);
+        prefetch_rows<THREADS, LANES * N>(rows_of(p.x, 0), p.R, tile.t0, tile.rows);
+        sort_ends<X>(p, offsets, tile, SEGMENTS * ROWS_);
+        if (touched) *far = 1;
+        finish_copies();
     }
     __syncthreads();
 
@@ -512,6 +555,7 @@ __device__ void backward(const Problem& p) {
         const bool active = c < p.R;
         if (pass == Pass::TILE && first_c > 0) {
             stage<LANES, SEGMENTS>(staged, rows_of(p.dout, c), tile.first, tile.staged);
+            finish_copies();
             __syncthreads();
         }
         const auto dout = [=](int t) {
@@ -537,7 +581,7 @@ __device__ void backward(const Problem& p) {
         else
             changes[threadIdx.x] = walk<UNROLL>(rows, tile.starts + from, tile.ends, dout);
         __syncthreads();
-        scan_segments<pass, N, LANES, SEGMENTS, OPENS>(p, head, first_c, changes, open_sums);
+        scan_segments<pass, N, LANES, SEGMENTS, OPENS>(p, head, first_c, changes, open_sums, sums);
         __syncthreads();
         if constexpr (pass == Pass::TOTALS) continue;
         Pack<F, N> base = changes[threadIdx.x];

@@ -15,11 +15,9 @@
 // windows of its unit, as over any prefix sum.
 //
 // talk_forward takes the sums of units from a table, for windows of some 100 rows on either side.
-// talk_forward_long holds more rows of fewer channels, and prefix sums over units in double: for
-// windows of up to some 3,000 rows in float32, half of that in half precision. For those beyond,
-// prefix sums stand in global memory (talk_forward_sums, talk_forward_bases, talk_forward_gather):
-// time is free of the windows, and an element moves 16 bytes through memory in float32, where a
-// tile moves 8.
+// For those beyond, prefix sums stand in global memory (talk_forward_sums, talk_forward_bases,
+// talk_forward_gather): an element moves 16 bytes through memory in float32, where a tile moves 8,
+// whatever the window. Blocks that hold thousands of rows of few channels take twice that time.
 
 // Prefix sums within units of UNIT rows: row r of what is staged lies in unit r / UNIT, and
 // local[r + r / UNIT] is the sum of the rows of its unit before it. So a unit takes UNIT + 1 rows,
@@ -27,35 +25,17 @@
 // row 0 stands for time step -1, which is 0.
 constexpr int SEGMENTS = UNIT / ROWS;
 
-// Rows of packs in shared memory: those of the lanes stand side by side, in parts of 16 bytes.
-template <typename V, int N, int lanes> struct SharedPrefix {
-    static constexpr int PARTS = sizeof(V) * N <= 16 ? 1 : sizeof(V) * N / 16, PART = N / PARTS;
-    Pack<V, PART>* first;
+// Rows of packs in shared memory: those of the lanes stand side by side.
+template <typename V, int N> struct SharedPrefix {
+    Pack<V, N>* first;
 
     static __device__ SharedPrefix take(Shared& shared, int rows) {
-        return {*shared.take_rows<Pack<V, PART>, lanes>(rows * PARTS)};
+        return {*shared.take_rows<Pack<V, N>, LANES>(rows)};
     }
-    static __device__ int place(int row) { return row * PARTS * lanes; }
-    __device__ Pack<V, N> at(int place) const {
-        Pack<V, N> whole;
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
-            const Pack<V, PART> piece = first[place + part * lanes];
-#pragma unroll
-            for (int n = 0; n < PART; ++n) whole.v[part * PART + n] = piece.v[n];
-        }
-        return whole;
-    }
-    __device__ Pack<V, N> operator[](int row) const { return at(place(row)); }
-    __device__ void put(int row, const Pack<V, N>& whole) const {
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
-            Pack<V, PART> piece;
-#pragma unroll
-            for (int n = 0; n < PART; ++n) piece.v[n] = whole.v[part * PART + n];
-            first[place(row) + part * lanes] = piece;
-        }
-    }
+    static __device__ int place(int row) { return row * LANES; }
+    __device__ Pack<V, N> at(int place) const { return first[place]; }
+    __device__ Pack<V, N> operator[](int row) const { return first[place(row)]; }
+    __device__ void put(int row, const Pack<V, N>& whole) const { first[place(row)] = whole; }
 };
 
 // The same in global memory.
@@ -92,10 +72,10 @@ __device__ inline void load_segment(Pack<X, N> (&rows)[ROWS], const X* column, l
 // Writes the prefix sums of a segment, times `weight`. The threads of a warp hold whole units and
 // call it together. Additions within a segment, and of whole segments, come in their order: so rows
 // of zeros, which may be padding, change no bit. `zero` is 0, which the compiler does not know.
-template <typename F, int lanes, typename X, int N, typename Prefix>
+template <typename F, typename X, int N, typename Prefix>
 __device__ inline void scan_segment(Pack<X, N> (&rows)[ROWS], const Prefix& local, int segment,
                                     F weight, unsigned int zero) {
-    const int place = threadIdx.x / lanes % SEGMENTS, row = segment * ROWS + segment / SEGMENTS;
+    const int place = threadIdx.x / LANES % SEGMENTS, row = segment * ROWS + segment / SEGMENTS;
     Pack<F, N> total = {}, earlier = {}, sum = {};
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) add(total, rows[i], weight);
@@ -103,7 +83,7 @@ __device__ inline void scan_segment(Pack<X, N> (&rows)[ROWS], const Prefix& loca
     for (int n = 0; n < N; ++n)
 #pragma unroll
         for (int before = SEGMENTS - 1; before > 0; --before) {
-            const F other = __shfl_up_sync(0xffffffffu, total.v[n], before * lanes);
+            const F other = __shfl_up_sync(0xffffffffu, total.v[n], before * LANES);
             if (place >= before) earlier.v[n] += other;
         }
 #pragma unroll
@@ -126,8 +106,8 @@ __device__ inline void scan_segment(Pack<X, N> (&rows)[ROWS], const Prefix& loca
 //
 // A table of the sums of up to spans - 1 units from each unit on, for windows of a few units. A
 // window is kept as the places in shared memory of all that it takes.
-template <typename F, int N, int lanes> struct Table {
-    using Prefix = SharedPrefix<F, N, lanes>;
+template <typename F, int N> struct Table {
+    using Prefix = SharedPrefix<F, N>;
     struct Window {
         unsigned short lo, hi, next, units;
         F left, right;
@@ -177,33 +157,19 @@ template <typename F, int N, int lanes> struct Table {
     }
 };
 
-// What all the units before each unit add up to, in double, for windows of any length.
-template <typename F, int N, typename Sums> struct Bases {
+// What all the units before each unit add up to, in double, for windows of any length; all of it in
+// global memory.
+template <typename F, int N> struct Bases {
     struct Window {
         int lo, hi;
         F left, right;
-        __device__ bool far() const { return left < 0; }
     };
-    Sums sums;
+    GlobalPrefix<double, N> sums;
 
-    static __device__ Bases take(Shared& shared, int units, int) {
-        return {Sums::take(shared, units)};
-    }
-    template <typename Prefix>
-    __device__ void fill(const Prefix& local, int units, int segment, int segments) const {
-        for (int unit = segment; unit < units; unit += segments) {
-            Pack<double, N> sum = {};
-#pragma unroll 4
-            for (int k = 0; k < unit; ++k) add(sum, local[k * (UNIT + 1) + UNIT]);
-            sums.put(unit, sum);
-        }
-    }
-    __device__ Window window(int lo, int hi, F left, F right, bool staged) const {
-        if (!staged) return {0, 0, -1, 0};
+    __device__ static Window window(int lo, int hi, F left, F right) {
         return {lo + lo / UNIT, hi + hi / UNIT, left, right};
     }
-    template <typename Prefix>
-    __device__ Pack<F, N> sum(const Prefix& local, const Window& w) const {
+    __device__ Pack<F, N> sum(const GlobalPrefix<F, N>& local, const Window& w) const {
         const Pack<double, N> from = sums[w.lo / (UNIT + 1)], to = sums[w.hi / (UNIT + 1)];
         const Pack<F, N> p0 = local[w.lo], p1 = local[w.lo + 1];
         const Pack<F, N> q0 = local[w.hi], q1 = local[w.right != 0 ? w.hi + 1 : w.hi];
@@ -217,9 +183,6 @@ template <typename F, int N, typename Sums> struct Bases {
         return sum;
     }
 };
-
-template <typename F, int N, int lanes>
-using SharedBases = Bases<F, N, SharedPrefix<double, N, lanes>>;
 
 // A window that reaches beyond what is staged: those rows one by one. Slow and rare.
 template <typename X, typename F, int N, typename Prefix>
@@ -247,12 +210,10 @@ __device__ Pack<F, N> far_window(const Problem& p, int t, int head, const X* col
 }
 
 // Windows that shared memory holds.
-template <typename X, int N, int lanes, template <typename, int, int> typename UnitSums>
-__device__ void forward(const Problem& p) {
+template <typename X, int N> __device__ void forward(const Problem& p) {
     using F = typename Types<X>::Compute;
-    using Units = UnitSums<F, N, lanes>;
-    const int segment = threadIdx.x / lanes, segments = blockDim.x / lanes, head = blockIdx.x;
-    const int c = (blockIdx.y * lanes + threadIdx.x % lanes) * N;
+    const int segment = threadIdx.x / LANES, segments = blockDim.x / LANES, head = blockIdx.x;
+    const int c = (blockIdx.y * LANES + threadIdx.x % LANES) * N;
     const int t0 = tile_start(p), tile = min(p.tile, p.T - t0);
     const int origin = max(t0 - p.before, -1), staged = p.units * UNIT;
     const long long stride = static_cast<long long>(p.B) * p.C;
@@ -260,33 +221,28 @@ __device__ void forward(const Problem& p) {
     const X* column = static_cast<const X*>(p.x) + at;
 
     Shared shared = shared_memory();
-    using Prefix = SharedPrefix<F, N, lanes>;
-    const Prefix local = Prefix::take(shared, p.units * (UNIT + 1));
-    const Units units = Units::take(shared, p.units, p.spans);
-    auto* windows = shared.take<typename Units::Window>(p.tile);
+    const auto local = SharedPrefix<F, N>::take(shared, p.units * (UNIT + 1));
+    const auto units = Table<F, N>::take(shared, p.units, p.spans);
+    auto* windows = shared.take<typename Table<F, N>::Window>(p.tile);
     int* any_far = shared.take<int>(1);
     if (threadIdx.x == 0) *any_far = 0;
 
     const F weight = weight_of_rows<X>(p);
     bool far = false;
-    // A segment and a window for each thread; large windows take several turns.
-    for (int turn = 0; turn == 0 || turn < max(tile, staged / ROWS * lanes); turn += blockDim.x) {
-        // The last tile leaves out what lies beyond the sequence, a warp at a time.
-        const int own = turn + threadIdx.x, row = own / lanes * ROWS;
-        const int warp_row = row - threadIdx.x % 32 / lanes * ROWS;
-        const bool loads = warp_row < staged && origin + warp_row <= p.T;
-        Pack<X, N> rows[ROWS];
-        if (loads) load_segment(rows, column, stride, origin + row, p.T);
-        const Offsets<X> offsets = offsets_of<X>(p, t0 + min(own, tile - 1), head);
-        if (own < tile) {
-            const Window<F> w = window_of<X, F>(p, t0 + own, offsets);
-            const int lo = w.lo - 1 - origin, hi = w.hi + 1 - origin;
-            windows[own] = units.window(lo, hi, w.left, w.right, lo >= 0 && hi < staged);
-            far |= windows[own].far();
-        }
-        if (loads) scan_segment<F, lanes>(rows, local, row / ROWS, weight, p.T >> 31);
-        if (lanes == LANES) break;
+    // A segment and a window for each thread. The last tile leaves out what lies beyond the sequence,
+    // a warp at a time.
+    const int own = threadIdx.x, row = segment * ROWS, warp_row = row - own % 32 / LANES * ROWS;
+    const bool loads = warp_row < staged && origin + warp_row <= p.T;
+    Pack<X, N> rows[ROWS];
+    if (loads) load_segment(rows, column, stride, origin + row, p.T);
+    const Offsets<X> offsets = offsets_of<X>(p, t0 + min(own, tile - 1), head);
+    if (own < tile) {
+        const Window<F> w = window_of<X, F>(p, t0 + own, offsets);
+        const int lo = w.lo - 1 - origin, hi = w.hi + 1 - origin;
+        windows[own] = units.window(lo, hi, w.left, w.right, lo >= 0 && hi < staged);
+        far = windows[own].far();
     }
+    if (loads) scan_segment<F>(rows, local, segment, weight, p.T >> 31);
     __syncthreads();
     units.fill(local, p.units, segment, segments);
     if (far) *any_far = 1;
@@ -319,7 +275,7 @@ template <typename X, int N> __device__ void forward_sums(const Problem& p) {
     load_segment(rows, static_cast<const X*>(p.x) + at, stride, segment * ROWS - 1, p.T);
     // Lanes beyond the channels of the head write what the first of them writes too.
     const GlobalPrefix<F, N> local{static_cast<F*>(p.sums) + at, stride};
-    scan_segment<F, LANES>(rows, local, segment, weight_of_rows<X>(p), p.T >> 31);
+    scan_segment<F>(rows, local, segment, weight_of_rows<X>(p), p.T >> 31);
 }
 
 // Step 2: what the units before each unit add up to. A block takes 32 channels of B * C, and each
@@ -367,11 +323,11 @@ template <typename X, int N> __device__ void forward_gather(const Problem& p) {
     const long long stride = static_cast<long long>(p.B) * p.C;
     const long long at = static_cast<long long>(head) * p.R + c;
     const GlobalPrefix<F, N> local{static_cast<F*>(p.sums) + at, stride};
-    const Bases<F, N, GlobalPrefix<double, N>> units{{p.bases + at, stride}};
-    auto* windows = shared_memory().take<typename decltype(units)::Window>(p.tile);
+    const Bases<F, N> units{{p.bases + at, stride}};
+    auto* windows = shared_memory().take<typename Bases<F, N>::Window>(p.tile);
     for (int i = threadIdx.x; i < tile; i += blockDim.x) {
         const Window<F> w = window_of<X, F>(p, t0 + i, head);
-        windows[i] = units.window(w.lo, w.hi + 2, w.left, w.right, true);
+        windows[i] = units.window(w.lo, w.hi + 2, w.left, w.right);
     }
     __syncthreads();
     if (c >= p.R) return;

@@ -19,6 +19,27 @@ __device__ inline void talk_opaque(int& number) { asm volatile("" : "+r"(number)
 __device__ inline void talk_opaque(unsigned int& number) { asm volatile("" : "+r"(number)); }
 __device__ inline void talk_opaque(float& number) { asm volatile("" : "+f"(number)); }
 __device__ inline void talk_opaque(double& number) { asm volatile("" : "+d"(number)); }
+// Copies from global to shared memory that the thread does not wait for, since sm_80.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+template <int bytes> __device__ inline void talk_copy_later(void* shared, const void* from) {
+    const unsigned int to = static_cast<unsigned int>(__cvta_generic_to_shared(shared));
+    if constexpr (bytes == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(bytes)
+                     : "memory");
+}
+__device__ inline void finish_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+#define TALK_COPIES_LATER true
+#else
+template <int bytes> __device__ inline void talk_copy_later(void*, const void*) {}
+__device__ inline void finish_copies() {}
+#define TALK_COPIES_LATER false
+#endif
+// Asks for a line of global memory, which is in the L2 cache then when it is loaded.
+__device__ inline void prefetch(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
 #define TALK_HALF_TO_FLOAT talk_half_to_float
 #define TALK_FLOAT_TO_HALF talk_float_to_half
 #define TALK_FLOAT_BITS __float_as_uint
@@ -103,6 +124,17 @@ template <> __device__ inline unsigned int narrow_pair<bfloat16>(float first, fl
 
 template <typename V, int N> __device__ inline Pack<V, N> load(const V* from) {
     return *reinterpret_cast<const Pack<V, N>*>(from);
+}
+
+// Starts to copy a pack from global to shared memory, which takes no register meanwhile. A thread
+// waits for its own copies with `finish_copies`.
+template <typename V, int N>
+__device__ inline void copy_later(Pack<V, N>* shared, const V* from) {
+    constexpr int BYTES = sizeof(Pack<V, N>);
+    if constexpr (TALK_COPIES_LATER && BYTES >= 4)
+        talk_copy_later<BYTES>(shared, from);
+    else
+        *shared = load<V, N>(from);
 }
 
 template <typename S, typename V, int N>

@@ -1,11 +1,9 @@
 // Windows of time steps, what a launch is given, and shared memory: see talk_conv.cu.
 
-constexpr int LANES = 8;          // threads across the channels of a row, in the forward pass
-constexpr int LONG_LANES = 2;     // likewise where windows are large
-constexpr int ROWS = 8;           // rows of a segment
-constexpr int UNIT = 32;          // rows over which a prefix sum runs before it starts anew
+constexpr int LANES = 8;   // threads across the channels of a row, in the forward pass
+constexpr int ROWS = 8;    // rows of a segment
+constexpr int UNIT = 32;   // rows over which a prefix sum runs before it starts anew
 constexpr int MAX_THREADS = 512;
-constexpr int LONG_THREADS = 320;  // likewise where windows are large
 
 // Everything a launch needs, passed by value; Python reads the list of its members here.
 struct Problem {

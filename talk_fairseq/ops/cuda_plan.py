@@ -14,20 +14,18 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES}
 
 _CONSTANTS = constants("talk_conv.cu")
-_LANES, _LONG_LANES = _CONSTANTS["LANES"], _CONSTANTS["LONG_LANES"]
-_ROWS, _UNIT = _CONSTANTS["ROWS"], _CONSTANTS["UNIT"]
-_REACH, _DOTS = _CONSTANTS["REACH"], _CONSTANTS["DOTS"]
-_MAX_THREADS, _LONG_THREADS = _CONSTANTS["MAX_THREADS"], _CONSTANTS["LONG_THREADS"]
+_LANES, _ROWS, _UNIT = _CONSTANTS["LANES"], _CONSTANTS["ROWS"], _CONSTANTS["UNIT"]
+_REACH, _SPAN = _CONSTANTS["REACH"], _CONSTANTS["SPAN"]
+_DOTS = _CONSTANTS["DOTS"]
+_MAX_THREADS, _BACKWARD_THREADS = _CONSTANTS["MAX_THREADS"], _CONSTANTS["BACKWARD_THREADS"]
 
-# Channels that a thread of a `wide` kernel moves at a time.
-_FORWARD_WIDTH = {"float64": 2, "float32": 4, "float16": 8, "bfloat16": 8}
-_UPDATE_WIDTH = {"float64": 2, "float32": 4, "float16": 4, "bfloat16": 4}
+# Channels that a thread of a `wide` kernel moves at a time: where prefix sums stand in global
+# memory, and in all others.
+_GLOBAL_WIDTH = {"float64": 2, "float32": 4, "float16": 8, "bfloat16": 8}
+_WIDTH = {"float64": 2, "float32": 4, "float16": 4, "bfloat16": 4}
 
 _TILE = 256  # rows of a tile or chunk, unless memory is short
-# Rows of a forward tile with its halo. A multiprocessor holds three such blocks, or two in float16
-# and bfloat16, whose tiles are larger.
-_STAGED, _STAGED_HALVES = 320, 352
-_MOST_STAGED = 8192  # of large windows
+_STAGED = 320  # rows of a forward tile with its halo; a multiprocessor holds three such blocks
 
 # Rows that a thread of a short convolution walks: forward; and backward, where a run of rows adds
 # to the gradient of the weights, the fewest, and the most that are summed in float32.
@@ -49,49 +47,30 @@ def plan_forward(
     """Plan the forward pass, for blocks with up to `shared_memory` bytes."""
     name, heads, R = NAMES[dtype], B * H, C // H
     numbers = _numbers(T, B, C, H, max_left, max_right, float32_offsets)
-    kernel, width = _kernel(_FORWARD_WIDTH, name, R, aligned)
+    kernel, global_width = _kernel(_GLOBAL_WIDTH, name, R, aligned)
+    width = min(global_width, _WIDTH[name])
     number = 8 if name == "float64" else 4  # bytes of what is computed in
-    pack, span = width * number, 8 + 2 * number
+    pack, window = _LANES * width * number, 8 + 2 * number
     before, after = _halo(max_left), _halo(max_right)
     spans = (before + after) // _UNIT + 2  # units that a window within the halo touches, at most
-    slabs = _ceil(R, _LANES * width)
 
-    def shared_bytes(lanes, rows, tile):
+    def shared_bytes(rows, tile):
         units = rows // _UNIT
-        sums = spans * pack if lanes == _LANES else width * 8  # of units: a table, or in double
-        return _bytes((rows + units) * lanes * pack, units * lanes * sums, tile * span, 4)
-
-    def one_kernel(kind, lanes, staged, tile):
-        granule = 32 // lanes * _ROWS  # rows of a warp
-        rows = min(staged, _ceil(T + 2, granule) * granule)  # a short sequence stages less
-        tile = min(tile, T)
-        threads = min(_LONG_THREADS if kind else _MAX_THREADS, rows // _ROWS * lanes)
-        sizes = {"before": before, "tile": tile, "units": rows // _UNIT, "spans": spans} | numbers
-        blocks = _grid(heads, _ceil(R, lanes * width), _tiles(T, tile))
-        launch = (f"talk_forward{kind}_{kernel}", blocks, threads, shared_bytes(lanes, rows, tile))
-        return Plan(sizes, {}, (launch,))
+        return _bytes((rows + units) * pack, units * spans * pack, tile * window, 4)
 
     # One kernel, as long as the rows of a tile and its halo fit. What is staged follows from the
     # windows alone, so that a sentence's bits do not depend on the padding behind it.
-    staged_rows = _STAGED_HALVES if dtype.itemsize == 2 and width > 1 else _STAGED
-    for staged in (*range(staged_rows, 513, _UNIT), *range(staged_rows, 0, -_UNIT)):
+    for staged in (*range(_STAGED, 513, _UNIT), *range(_STAGED, 0, -_UNIT)):
         tile = staged - before - after
-        if tile >= staged // 2 and shared_bytes(_LANES, staged, tile) <= shared_memory:
-            return one_kernel("", _LANES, staged, tile)
-
-    # Larger windows: fewer channels and more rows to a block, twice on a multiprocessor if at most
-    # half of the rows are halo.
-    granule = 32 // _LONG_LANES * _ROWS
-    for memory, share in ((shared_memory // 2 - 1024, 2), (shared_memory, 3)):
-        for staged in range(_MOST_STAGED, 0, -granule):
-            tile = staged - before - after
-            if tile < staged // share:
-                break
-            if shared_bytes(_LONG_LANES, staged, tile) <= memory:
-                return one_kernel("_long", _LONG_LANES, staged, tile)
-    whole = _ceil(T + 2, granule) * granule
-    if whole <= _MOST_STAGED and shared_bytes(_LONG_LANES, whole, T) <= shared_memory:
-        return one_kernel("_long", _LONG_LANES, whole, T)
+        if tile < staged // 2 or shared_bytes(staged, tile) > shared_memory:
+            continue
+        rows = min(staged, _ceil(T + 2, _UNIT) * _UNIT)  # a short sequence stages less
+        tile = min(tile, T)
+        threads = min(_MAX_THREADS, rows // _ROWS * _LANES)
+        sizes = {"before": before, "tile": tile, "units": rows // _UNIT, "spans": spans} | numbers
+        blocks = _grid(heads, _ceil(R, _LANES * width), _tiles(T, tile))
+        launch = (f"talk_forward_{kernel}", blocks, threads, shared_bytes(rows, tile))
+        return Plan(sizes, {}, (launch,))
 
     units = (T + 1) // _UNIT + 1  # of time steps -1 ... T
     workspace = {
@@ -99,10 +78,16 @@ def plan_forward(
         "bases": (units * B * C, torch.float64),
     }
     threads, sums = _TILE // _ROWS * _LANES, _tiles(units * _UNIT, _TILE)
+    slabs = _ceil(R, _LANES * global_width)
     launches = (
         (f"talk_forward_sums_{kernel}", _grid(heads, slabs, sums), threads, 0),
         (f"talk_forward_bases_{name}", (_ceil(B * C, 32), 1, 1), 512, 512 * 8),
-        (f"talk_forward_gather_{kernel}", (heads, slabs, _tiles(T, _TILE)), threads, _TILE * span),
+        (
+            f"talk_forward_gather_{kernel}",
+            (heads, slabs, _tiles(T, _TILE)),
+            threads,
+            _TILE * window,
+        ),
     )
     return Plan({"tile": _TILE, "units": units} | numbers, workspace, launches)
 
@@ -120,7 +105,7 @@ def plan_backward(
 
     def shared_bytes(staged, threads):
         most = threads // lanes * rows
-        pieces = [2 * threads * width * number, 2 * most * number, 8 * most]
+        pieces = [2 * threads * width * number, 8 * threads, 2 * most * number, 8 * most]
         if staged:
             end = 16 if number == 4 else 24
             pieces += [4 * (most + 1), 4 * 32, 2 * 4, (8 + 2 * number) * _REACH]
@@ -154,9 +139,10 @@ def plan_backward(
         launch = (f"talk_backward{kind}_{kernel}", blocks, threads, shared_bytes(staged, threads))
         if tile >= T:
             return Plan(sizes, {}, (launch,))
-        units = _ceil(T, _REACH)
-        reach = (f"talk_reach_{name}", _grid(units, 1, _ceil(heads, 32)), 128, 128 * 8)
-        return Plan(sizes, {"reach": (2 * units * heads, torch.int32)}, (reach, launch))
+        spans = _ceil(T, _SPAN)
+        reach = (f"talk_reach_{name}", _grid(spans, 1, _ceil(heads, 32)), _SPAN, _SPAN * 8)
+        entries = (_ceil(T, _REACH) + spans) * heads
+        return Plan(sizes, {"reach": (2 * entries, torch.int32)}, (reach, launch))
 
     chunks = _tiles(T, most)
     buckets = chunks * most + 1
@@ -185,7 +171,7 @@ def plan_update(
     dtype, aligned, shared_memory, S, B, C, H, max_left, ring, columns, float32_offsets
 ):
     """Plan S steps of decoding."""
-    kernel, width = _kernel(_UPDATE_WIDTH, NAMES[dtype], C // H, aligned)
+    kernel, width = _kernel(_WIDTH, NAMES[dtype], C // H, aligned)
     blocks = (_ceil(B * C // width, 128), 1, 1)
     sizes = {"ring": ring, "columns": columns} | _numbers(S, B, C, H, max_left, 0, float32_offsets)
     return Plan(sizes, {}, ((f"talk_update_{kernel}", blocks, 128, 0),))
@@ -193,7 +179,7 @@ def plan_update(
 
 def plan_short_forward(dtype, aligned, shared_memory, T, B, C, taps, left):
     """Plan the forward pass of a short convolution."""
-    kernel, width = _kernel(_UPDATE_WIDTH, NAMES[dtype], C, aligned)
+    kernel, width = _kernel(_WIDTH, NAMES[dtype], C, aligned)
     blocks = (_ceil(_ceil(T, _SHORT_FORWARD) * B * (C // width), 128), 1, 1)
     numbers = {"T": T, "B": B, "C": C, "taps": taps, "left": left, "rows": _SHORT_FORWARD}
     launches = ((f"talk_short_forward_{kernel}", blocks, 128, 0),)
@@ -202,7 +188,7 @@ def plan_short_forward(dtype, aligned, shared_memory, T, B, C, taps, left):
 
 def plan_short_backward(dtype, aligned, shared_memory, T, B, C, taps, left):
     """Plan the backward pass of a short convolution: runs, and the sum over them."""
-    kernel, width = _kernel(_UPDATE_WIDTH, NAMES[dtype], C, aligned)
+    kernel, width = _kernel(_WIDTH, NAMES[dtype], C, aligned)
     rows = min(max(_SHORT_BACKWARD, _ceil(T * B, 512)), _SHORT_MOST)  # some 512 runs or more
     runs = _ceil(T, rows) * B
     numbers = {"T": T, "B": B, "C": C, "taps": taps, "left": left, "rows": rows}
@@ -231,10 +217,10 @@ def _backward_kernel(dtype, R, aligned):
     """Return the end of a kernel's name; channels of a thread, lanes, rows of a thread, threads."""
     name, width = NAMES[dtype], 16 // dtype.itemsize
     if not aligned or R % width:
-        return f"{name}_narrow", 1, 32, 8, 448
+        return f"{name}_narrow", 1, 32, 8, _BACKWARD_THREADS
     if R <= 4 * width:
         return f"{name}_slim", width, 4, 4, 256
-    return f"{name}_wide", width, 64 // width, min(8, 32 // width), 448
+    return f"{name}_wide", width, 64 // width, min(8, 32 // width), _BACKWARD_THREADS
 
 
 def _halo(size):

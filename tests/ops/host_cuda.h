@@ -42,6 +42,8 @@ namespace host {
 
 enum State { READY, AT_BARRIER, AT_SHUFFLE, DONE };
 
+struct Copy { void* to; const void* from; size_t bytes; };
+
 struct Fiber {
     ucontext_t context;
     jmp_buf resume;
@@ -50,6 +52,7 @@ struct Fiber {
     bool started = false;
     int shuffles = 0;
     double slot[2];  // what a shuffle shows to the warp; two, as one thread may be one ahead
+    std::vector<Copy> copies;  // to shared memory, made as late as the kernel allows
 };
 
 inline std::vector<Fiber*> fibers;  // kept and used again for all blocks
@@ -98,6 +101,7 @@ inline bool run_block(unsigned int threads, std::mt19937& random) {
         order[i] = i;
         fibers[i]->state = READY;
         fibers[i]->shuffles = 0;
+        fibers[i]->copies.clear();
     }
     for (;;) {
         std::shuffle(order.begin(), order.end(), random);
@@ -160,6 +164,15 @@ template <typename To, typename From> To host_bits(From value) {
     return bits;
 }
 #define TALK_OPAQUE(number)
+#define TALK_COPIES_LATER true
+template <int bytes> void talk_copy_later(void* shared, const void* from) {
+    host::current->copies.push_back({shared, from, bytes});
+}
+inline void finish_copies() {
+    for (const host::Copy& copy : host::current->copies) memcpy(copy.to, copy.from, copy.bytes);
+    host::current->copies.clear();
+}
+inline void prefetch(const void*) {}
 #define TALK_FLOAT_BITS host_bits<unsigned int, float>
 #define TALK_BITS_FLOAT host_bits<float, unsigned int>
 #define TALK_HALF_TO_FLOAT(bits) static_cast<float>(host_bits<_Float16, unsigned short>(bits))

@@ -16,7 +16,7 @@ from talk_fairseq.ops.kernel_source import source_path
 
 ARCHITECTURES = (75, 80, 90, 100)
 DTYPES = ("float64", "float32", "float16", "bfloat16")
-KERNELS = {"talk_conv.cu": 27, "short_conv.cu": 5}  # of one dtype
+KERNELS = {"talk_conv.cu": 25, "short_conv.cu": 5}  # of one dtype
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
@@ -47,7 +47,7 @@ def supported_architectures(library):
     return list(architectures)
 
 
-# test_machine_code.py compiles float32 and float16 for sm_90.
+# test_machine_code.py compiles all dtypes for sm_90.
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -66,8 +66,8 @@ def test_nvrtc(file, dtype):
     architecture = ARCHITECTURES[DTYPES.index(dtype)]
     if architecture not in supported_architectures(library):  # of the NVRTC of torch for CUDA 12.4
         pytest.skip(f"this NVRTC does not know sm_{architecture}: it is older than 12.8")
-    cubin, _ = compile_kernels(library, file, dtype, architecture)
-    assert cubin
+    log = compile_kernels(library, file, dtype, architecture)
+    assert log.count("Compiling entry function") == KERNELS[file]
 
 
 def test_shared_memory_is_asked_for_once(monkeypatch):

@@ -197,10 +197,9 @@ def test_large_windows_of_long_sequences(causal):
     [
         ("talk_forward_float32", (31, 31), 700, SHARED_MEMORY),
         ("talk_forward_float32", (200, 0), 700, SHARED_MEMORY),
-        ("talk_forward_long", (300, 100), 3000, SHARED_MEMORY),
-        ("talk_forward_long", (300, 100), 700, 64 * 1024),
-        ("talk_forward_long", (1000, 900), 460, SHARED_MEMORY),
-        ("talk_forward_gather", (1000, 900), 460, 16 * 1024),
+        ("talk_forward_gather", (300, 100), 3000, SHARED_MEMORY),
+        ("talk_forward_gather", (1000, 900), 460, SHARED_MEMORY),
+        ("talk_forward_gather", (31, 31), 460, 16 * 1024),
     ],
 )
 def test_windows_of_all_sizes(kernel, windows, T, shared_memory):
@@ -217,12 +216,12 @@ def test_the_largest_windows(T, shared_memory):
     check(Host(shared_memory=shared_memory), example(T, 1, 1, 8), 2**31 - 1, 2**31 - 1)
 
 
-@pytest.mark.parametrize("T", [35, 64, 65, 224, 225, 460])
+@pytest.mark.parametrize("T", [35, 64, 65, 192, 193, 460])
 def test_short_sequences_and_windows_beyond_shared_memory(T):
     host = Host()
     check(host, example(T, 1, 1, 20), 1000, 900)
     assert any("backward_short" in name for name in host.launched) == (T <= 64)
-    assert any("walk" in name for name in host.launched) == (T > 224)
+    assert any("walk" in name for name in host.launched) == (T > 192)
 
 
 @pytest.mark.parametrize("shared_memory", [48 * 1024, SHARED_MEMORY])
@@ -423,7 +422,7 @@ def test_short_convolutions(K, left, shape, dtype):
     x, dout, weight = (torch.randn(*size).to(dtype) for size in (shape, shape, (K, shape[2])))
     host = Host()
     check_short_conv(host.short_conv(x, weight, dout, left), short_conv(x, weight, dout, left))
-    wide = shape[2] % cuda_plan._UPDATE_WIDTH[str(dtype).removeprefix("torch.")] == 0
+    wide = shape[2] % cuda_plan._WIDTH[str(dtype).removeprefix("torch.")] == 0
     assert sum("wide" in name for name in host.launched) == 2 * wide
 
 

@@ -213,6 +213,30 @@ def test_dynamicconv_band_is_dynamicconv(benchmark, build):
     assert kinds == ["DynamicConv_scripatable", "DynamicConv1dTBC"]
 
 
+def test_peak_memory_of_a_step_that_forgets_it(benchmark, monkeypatch):
+    """As fairseq's trainer does on a GPU, whose allocator is played here."""
+    held, peak = 5, 5
+
+    def forget():
+        nonlocal peak
+        peak = held
+
+    for name, value in {
+        "synchronize": lambda: None,
+        "reset_peak_memory_stats": forget,
+        "memory_allocated": lambda: held,
+        "max_memory_allocated": lambda: peak,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+    def step():
+        nonlocal peak
+        peak = 25
+        torch.cuda.reset_peak_memory_stats()
+
+    assert benchmark.harness.peak_memory(step, "cuda") == 20
+
+
 def test_peak_memory_sees_what_was_freed(benchmark):
     peak = benchmark.harness.peak_memory(lambda: torch.ones(50 << 20, dtype=torch.uint8), "cpu")
     if peak is None:

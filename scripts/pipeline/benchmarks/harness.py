@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -92,7 +93,9 @@ def peak_memory(step, device):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        step()
+        # fairseq's trainer would forget the peak at the end of a step.
+        with mock.patch("torch.cuda.reset_peak_memory_stats"):
+            step()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     before = None
