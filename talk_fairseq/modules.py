@@ -230,25 +230,28 @@ class ShortConv(nn.Module):
         """Continue a sequence: the outputs for the new steps `x` (S, B, C), and its state.
 
         Only for a causal one. `state` is None at the start and what the last call returned from
-        then on: the last K inputs (K, B, C), changed in place where no gradients are needed, and
-        where the next one goes.
+        then on: the last K inputs (K, B, C), changed in place where no gradients are needed, where
+        the next one goes, and the weights (2K, 1, C), twice.
         """
         if self.right:
             raise ValueError(f"step: expected a causal module, got {self.right} taps to the right")
         K = len(self.weight)
-        recent, slot = state or (x.new_zeros(K, *x.shape[1:]), 0)
-        # Tap k is for slot (slot + 1 + k) % K: a rotation of the weights, cut out of two copies.
-        weight = self.weight.float() if recent.dtype.itemsize == 2 else self.weight
-        turns = torch.cat([weight, weight]).unsqueeze(1)
+        if state is None:
+            weight = self.weight.float() if x.dtype.itemsize == 2 else self.weight
+            state = x.new_zeros(K, *x.shape[1:]), 0, torch.cat([weight, weight]).unsqueeze(1)
+        recent, slot, weights = state
         outs = []
         for new in x:
             if torch.is_grad_enabled():
                 recent = recent.clone()
             recent[slot] = new
-            outs.append((recent * turns[K - 1 - slot : 2 * K - 1 - slot]).sum(0))
+            # Tap k is for slot (slot + 1 + k) % K: a rotation of the weights, cut out of both.
+            turned = weights[K - 1 - slot : 2 * K - 1 - slot]
+            outs.append((recent * turned).sum(0, keepdim=True))
             slot = (slot + 1) % K
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
-        return (torch.stack(outs) if outs else x).to(dtype), (recent, slot)
+        out = outs[0] if len(outs) == 1 else torch.cat([x[:0], *outs])
+        return out.to(dtype), (recent, slot, weights)
 
 
 class TaLKConvUnit(_RetainsDropout):
@@ -350,5 +353,5 @@ class TaLKConvUnit(_RetainsDropout):
         if "state" in buffer:
             buffer["state"].reorder(new_order)
         if "short" in buffer:
-            recent, slot = buffer["short"]
-            buffer["short"] = recent.index_select(1, new_order), slot
+            recent, *others = buffer["short"]
+            buffer["short"] = recent.index_select(1, new_order), *others

@@ -25,10 +25,10 @@ class EncoderAttention(MultiheadAttention):
             embeddings of its tokens. The projections of the values and of the output begin such
             that, but for biases, a token that is attended to comes out halved. So the decoder
             sees from the first update on which tokens it attends to.
-        aligns: normalise queries and keys in each head, multiply the queries by its learned
-            sharpness (at first 1), and let the score of target token i and source token j fall by
-            its learned slope (at first 0) times ``abs(i - j)``. Padding has no position in the
-            source, and comes after the tokens of the target.
+        aligns: normalise queries and keys in each head, multiply the scores by its learned
+            sharpness (at first 1), and let that of target token i and source token j fall by its
+            learned slope (at first 0) times ``abs(i - j)``. Padding has no position in the source,
+            and comes after the tokens of the target.
 
     Raises ValueError with `copies` where encoder and decoder have different widths.
     """
@@ -86,13 +86,15 @@ class EncoderAttention(MultiheadAttention):
         k = B // N
         q = self.q_proj(query).view(T, N, k, H, R)
         if self.aligns:
-            q = F.layer_norm(q, [R]) * self.sharpness
+            q = F.layer_norm(q, [R])
         q = q.permute(1, 3, 0, 2, 4).reshape(N * H, T * k, R)
         scores = torch.bmm(q, keys.view(N * H, R, S)).view(N, H, T, k, S)
         if self.aligns:
-            targets = torch.arange(T, device=q.device).view(T, 1, 1)
-            distances = (targets - state["positions"]).abs().float()  # (N, 1, T, 1, S)
-            scores = scores - self.slopes * distances  # in float32, also of halves
+            offsets = state["positions"]
+            if T > 1:
+                offsets = offsets - torch.arange(T, device=q.device).view(T, 1, 1)
+            # In float32, also of halves. Few launches: a step has little else to do on a GPU.
+            scores = torch.addcmul(scores, self.slopes, offsets.abs(), value=-1)
             state["positions"] = state["positions"] - T
         if padding is not None:
             scores = scores.masked_fill(padding[:, None, None, None], -math.inf)
@@ -118,9 +120,9 @@ class EncoderAttention(MultiheadAttention):
         keys, values = self.k_proj(key).view(heads), self.v_proj(value).view(heads)
         state = {"values": values.permute(1, 2, 0, 3).contiguous(), "padding": padding}
         if self.aligns:
-            keys = F.layer_norm(keys, [self.head_dim])
+            keys = F.layer_norm(keys, [self.head_dim]) * self.sharpness
             real = key.new_ones(N, S, dtype=torch.bool) if padding is None else ~padding
-            state["positions"] = (real.cumsum(1) - 1).view(N, 1, 1, 1, S)
+            state["positions"] = (real.cumsum(1) - 1).float().view(N, 1, 1, 1, S)
         return {"keys": (self.scaling * keys).permute(1, 2, 3, 0).contiguous(), **state}
 
 
