@@ -19,7 +19,7 @@
 // Moderate windows (talk_backward): a block stages dout for its tile and the halo, and sorts the
 // ends in shared memory. Windows that are open before its first row are shared out among the
 // segments. Those of time steps that are not staged (offsets above 1.25) are found through
-// talk_reach, of which each block reads 8 bytes for 32 time steps, and added after the walk.
+// talk_reach, of which each block reads 8 bytes for 1,024 time steps, and added after the walk.
 //
 // Large windows: the ends of the whole sequence are sorted (talk_count_ends, talk_start_ends,
 // talk_place_ends, talk_rank_ends), and talk_backward's code runs twice: for how much the running
