@@ -253,16 +253,16 @@ __device__ F gradient_of_offset(const Problem& p, int head, F dot, int t, int cu
     return static_cast<F>(exact * p.scale * max_rows);
 }
 
-// Moderate windows, where there is more than one tile: of every REACH time steps, and of every SPAN,
-// which rows the windows touch that are larger than a halo (offsets above 1.25). Nearly always there
-// are none. A block takes a span of 32 heads, and each of its warps REACH time steps.
+// Moderate windows, where there is more than one tile: of every REACH time steps, and of every
+// SPAN, which rows the windows touch that are larger than a halo (offsets above 1.25). Nearly
+// always there are none. A block takes a span of 32 heads, and each of its warps REACH time steps.
 template <typename X> __device__ void reach(const Problem& p) {
     using F = typename Types<X>::Compute;
     constexpr int BATCH = 8;  // loads that are under way together
     const int heads = p.B * p.H, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int head = blockIdx.z * 32 + lane, t0 = blockIdx.x * SPAN + warp * REACH;
     Pack<int, 2>* parts = shared_memory().take<Pack<int, 2>>(SPAN);
-    Pack<int, 2>* reaches = reinterpret_cast<Pack<int, 2>*>(p.reach) + head;
+    Pack<int, 2>* entries = reinterpret_cast<Pack<int, 2>*>(p.reach) + head;
     Pack<int, 2> rows = {{p.T, -1}};
 #pragma unroll 1
     for (int first = t0; first < min(t0 + REACH, p.T); first += BATCH) {
@@ -281,7 +281,7 @@ template <typename X> __device__ void reach(const Problem& p) {
         }
     }
     parts[threadIdx.x] = rows;
-    if (t0 < p.T && head < heads) reaches[static_cast<long long>(t0 / REACH) * heads] = rows;
+    if (t0 < p.T && head < heads) entries[static_cast<long long>(t0 / REACH) * heads] = rows;
     __syncthreads();
     if (warp > 0 || head >= heads) return;
 #pragma unroll 8
@@ -289,21 +289,22 @@ template <typename X> __device__ void reach(const Problem& p) {
         const Pack<int, 2> other = parts[lane + 32 * k];
         rows.v[0] = min(rows.v[0], other.v[0]), rows.v[1] = max(rows.v[1], other.v[1]);
     }
-    reaches[static_cast<long long>((p.T - 1) / REACH + 1 + blockIdx.x) * heads] = rows;
+    entries[static_cast<long long>((p.T - 1) / REACH + 1 + blockIdx.x) * heads] = rows;
 }
 
-// Are there such windows at a tile's rows, in the span of time step t, or in its REACH time steps
-// where not all of these are staged?
+// Does an entry of `reach` tell of such windows at a tile's rows?
 template <typename F>
 __device__ inline bool touches(const Problem& p, int head, const Tile<F>& tile, int entry) {
     const Pack<int, 2> rows = reinterpret_cast<const Pack<int, 2>*>(
         p.reach)[static_cast<long long>(entry) * (p.B * p.H) + head];
     return rows.v[0] < tile.t0 + tile.rows && rows.v[1] >= tile.t0;
 }
+// That of the span of time step t.
 template <typename F>
 __device__ inline bool span_touches(const Problem& p, int head, const Tile<F>& tile, int t) {
     return touches(p, head, tile, (p.T - 1) / REACH + 1 + t / SPAN);
 }
+// That of the REACH time steps from t on, unless all of them are staged.
 template <typename F>
 __device__ inline bool reaches(const Problem& p, int head, const Tile<F>& tile, int t) {
     if (t >= tile.first && min(t + REACH, p.T) <= tile.first + tile.staged) return false;
@@ -362,7 +363,7 @@ __device__ void add_far(const Problem& p, int head, const Tile<F>& tile, Window<
 // over chunks.
 enum class Pass { TILE, TOTALS, WALK };
 
-// Starts to copy `count` rows of dout into shared memory, from time step `first` on.
+// Copies `count` rows of dout into shared memory, from time step `first` on; see copy_later.
 template <int LANES, int SEGMENTS, typename X, int N>
 __device__ inline void stage(Row<Pack<X, N>, LANES>* staged, const GlobalRows<X, N>& dout,
                              int first, int count) {
@@ -371,10 +372,10 @@ __device__ inline void stage(Row<Pack<X, N>, LANES>* staged, const GlobalRows<X,
         copy_later<X, N>(&staged[row][0], row_at(dout.column, dout.stride, first + row));
 }
 
-// Asks for the block's rows of x, of which the gradients of the offsets take some in the end.
+// Prefetches the block's rows of x, the channels of the first turn: the gradients of the offsets
+// take some of them in the end.
 template <int THREADS, int CHANNELS, typename X, int N>
-__device__ inline void prefetch_rows(const GlobalRows<X, N>& x, int R, int first,
-                                     int count) {
+__device__ inline void prefetch_rows(const GlobalRows<X, N>& x, int R, int first, int count) {
     constexpr int LINE = 128 / sizeof(X), LINES = CHANNELS / LINE < 1 ? 1 : CHANNELS / LINE;
     for (int i = threadIdx.x; i < count * LINES; i += THREADS)
         if (i % LINES * LINE < R)
@@ -388,6 +389,7 @@ __device__ inline void prefetch_rows(const GlobalRows<X, N>& x, int R, int first
 template <Pass pass, int N, int LANES, int SEGMENTS, int OPENS, typename F>
 __device__ inline void scan_segments(const Problem& p, int head, int c, Pack<F, N>* changes,
                                      const Pack<F, N>* opens, double* sums) {
+    static_assert(SEGMENTS % N == 0, "each thread takes N segments");
     constexpr int CHANNELS = LANES * N, GROUPS = SEGMENTS / N;
     const int i = threadIdx.x % CHANNELS, group = threadIdx.x / CHANNELS;
     const long long at = blockIdx.z * (static_cast<long long>(p.B) * p.C)
@@ -400,19 +402,18 @@ __device__ inline void scan_segments(const Problem& p, int head, int c, Pack<F, 
     for (int s = 0; s < N; ++s) sum += own[s] = change[s * CHANNELS];
     sums[threadIdx.x] = sum;
     __syncthreads();
-    if (c + i >= p.R) return;
+    if (c + i >= p.R || (pass == Pass::TOTALS && group > 0)) return;
     sum = 0;
+    if constexpr (pass == Pass::WALK)
+        sum = p.totals[at];
+    else
 #pragma unroll 4
-    for (int s = 0; s < OPENS; ++s) sum += open[s * CHANNELS];
-    if constexpr (pass == Pass::TOTALS) {
-        if (group == 0) p.clipped[at] = sum;
-        sum = 0;
-    }
-    if constexpr (pass == Pass::WALK) sum = p.totals[at];
+        for (int s = 0; s < OPENS; ++s) sum += open[s * CHANNELS];
+    if constexpr (pass == Pass::TOTALS) p.clipped[at] = sum, sum = 0;
 #pragma unroll 1
     for (int k = 0; k < (pass == Pass::TOTALS ? GROUPS : group); ++k) sum += sums[k * CHANNELS + i];
     if constexpr (pass == Pass::TOTALS) {
-        if (group == 0) p.totals[at] = sum;
+        p.totals[at] = sum;
     } else {
 #pragma unroll
         for (int s = 0; s < N; ++s) {

@@ -17,7 +17,8 @@
 // talk_forward takes the sums of units from a table, for windows of some 100 rows on either side.
 // For those beyond, prefix sums stand in global memory (talk_forward_sums, talk_forward_bases,
 // talk_forward_gather): an element moves 16 bytes through memory in float32, where a tile moves 8,
-// whatever the window. Blocks that hold thousands of rows of few channels take twice that time.
+// whatever the window. Blocks that held thousands of rows of few channels took twice as long on an
+// H100.
 
 // Prefix sums within units of UNIT rows: row r of what is staged lies in unit r / UNIT, and
 // local[r + r / UNIT] is the sum of the rows of its unit before it. So a unit takes UNIT + 1 rows,
@@ -166,7 +167,7 @@ template <typename F, int N> struct Bases {
     };
     GlobalPrefix<double, N> sums;
 
-    __device__ static Window window(int lo, int hi, F left, F right) {
+    __device__ Window window(int lo, int hi, F left, F right) const {
         return {lo + lo / UNIT, hi + hi / UNIT, left, right};
     }
     __device__ Pack<F, N> sum(const GlobalPrefix<F, N>& local, const Window& w) const {
@@ -185,9 +186,10 @@ template <typename F, int N> struct Bases {
 };
 
 // A window that reaches beyond what is staged: those rows one by one. Slow and rare.
-template <typename X, typename F, int N, typename Prefix>
+template <typename X, typename F, int N>
 __device__ Pack<F, N> far_window(const Problem& p, int t, int head, const X* column,
-                                 long long stride, const Prefix& local, int origin, int staged) {
+                                 long long stride, const SharedPrefix<F, N>& local, int origin,
+                                 int staged) {
     const Window<F> w = window_of<X, F>(p, t, head);
     const int lo = max(w.lo - origin, 0), hi = min(w.hi + 1 - origin, staged - 1);
     const F weight = weight_of_rows<X>(p), left = w.left * weight, right = w.right * weight;
@@ -229,8 +231,8 @@ template <typename X, int N> __device__ void forward(const Problem& p) {
 
     const F weight = weight_of_rows<X>(p);
     bool far = false;
-    // A segment and a window for each thread. The last tile leaves out what lies beyond the sequence,
-    // a warp at a time.
+    // A segment and a window for each thread. The last tile leaves out what lies beyond the
+    // sequence, a warp at a time.
     const int own = threadIdx.x, row = segment * ROWS, warp_row = row - own % 32 / LANES * ROWS;
     const bool loads = warp_row < staged && origin + warp_row <= p.T;
     Pack<X, N> rows[ROWS];
@@ -259,8 +261,8 @@ template <typename X, int N> __device__ void forward(const Problem& p) {
 #pragma unroll 1
     for (int i = segment; i < tile; i += segments)
         if (windows[i].far())
-            store(out + i * stride, far_window<X, F, N>(p, t0 + i, head, column, stride, local,
-                                                        origin, staged), scale);
+            store(out + i * stride,
+                  far_window<X>(p, t0 + i, head, column, stride, local, origin, staged), scale);
 }
 
 // Windows beyond shared memory, step 1: the prefix sums of each unit.

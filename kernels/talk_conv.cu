@@ -38,11 +38,12 @@
 #include "backward.cuh"
 #include "decoding.cuh"
 
-// For one storage type X: kernels that move N channels at a time (`wide`: N divides R, and rows
-// are aligned), kernels for any R (`narrow`), and those that need not tell the two apart.
-#define TALK_WIDTH(type, X, N, FEW)                                                           \
+// For one storage type X: kernels that move N channels at a time, or FEW where shared memory holds
+// prefix sums (`wide`: that number divides R, and rows are aligned), kernels for any R (`narrow`),
+// and those that need not tell the two apart.
+#define TALK_WIDTH(type, X, N, FEW)                                                                \
     TALK_KERNEL(talk_forward, type, Problem, MAX_THREADS, sizeof(X) == 8 ? 1 : 2,                  \
-                (forward<X, FEW>(p)))                                                \
+                (forward<X, FEW>(p)))                                                              \
     TALK_KERNEL(talk_forward_sums, type, Problem, 256, 1, (forward_sums<X, N>(p)))                 \
     TALK_KERNEL(talk_forward_gather, type, Problem, 256, 1, (forward_gather<X, N>(p)))             \
     TALK_KERNEL(talk_update, type, Problem, 128, 1, (update<X, FEW>(p)))
@@ -53,16 +54,16 @@
                 (backward<Pass::TOTALS, X, N, LANES, ROWS, THREADS>(p)))                           \
     TALK_KERNEL(talk_backward_walk, type, Problem, THREADS, blocks,                                \
                 (backward<Pass::WALK, X, N, LANES, ROWS, THREADS>(p)))
-#define TALK_TYPE(type, X, N, FEW, LANES, ROWS)                                               \
-    TALK_WIDTH(type##_wide, X, N, FEW)                                                        \
+#define TALK_TYPE(type, X, N, FEW, LANES, ROWS)                                                    \
+    TALK_WIDTH(type##_wide, X, N, FEW)                                                             \
     TALK_WIDTH(type##_narrow, X, 1, 1)                                                             \
-    TALK_BACKWARD(type##_wide, X, N, LANES, ROWS, BACKWARD_THREADS, sizeof(X) == 8 ? 1 : 2)                     \
+    TALK_BACKWARD(type##_wide, X, N, LANES, ROWS, BACKWARD_THREADS, sizeof(X) == 8 ? 1 : 2)        \
     TALK_KERNEL(talk_backward_short, type##_wide, Problem, 128, sizeof(X) == 8 ? 4 : 6,            \
                 (backward<Pass::TILE, X, N, LANES, ROWS, 128>(p)))                                 \
     TALK_BACKWARD(type##_slim, X, N, 4, 4, 256, 2)                                                 \
-    TALK_BACKWARD(type##_narrow, X, 1, 32, 8, BACKWARD_THREADS, 2)                                              \
+    TALK_BACKWARD(type##_narrow, X, 1, 32, 8, BACKWARD_THREADS, 2)                                 \
     TALK_KERNEL(talk_forward_bases, type, Problem, MAX_THREADS, 1, (forward_bases<X>(p)))          \
-    TALK_KERNEL(talk_reach, type, Problem, SPAN, 1, (reach<X>(p)))                                  \
+    TALK_KERNEL(talk_reach, type, Problem, SPAN, 1, (reach<X>(p)))                                 \
     TALK_KERNEL(talk_count_ends, type, Problem, 128, 1, (sort_all_ends<X, Step::COUNT>(p)))        \
     TALK_KERNEL(talk_start_ends, type, Problem, MAX_THREADS, 1, (start_ends(p)))                   \
     TALK_KERNEL(talk_place_ends, type, Problem, 128, 1, (sort_all_ends<X, Step::PLACE>(p)))        \

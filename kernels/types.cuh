@@ -19,7 +19,7 @@ __device__ inline void talk_opaque(int& number) { asm volatile("" : "+r"(number)
 __device__ inline void talk_opaque(unsigned int& number) { asm volatile("" : "+r"(number)); }
 __device__ inline void talk_opaque(float& number) { asm volatile("" : "+f"(number)); }
 __device__ inline void talk_opaque(double& number) { asm volatile("" : "+d"(number)); }
-// Copies from global to shared memory that the thread does not wait for, since sm_80.
+// Asynchronous copies from global to shared memory.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 template <int bytes> __device__ inline void talk_copy_later(void* shared, const void* from) {
     const unsigned int to = static_cast<unsigned int>(__cvta_generic_to_shared(shared));
@@ -36,7 +36,7 @@ template <int bytes> __device__ inline void talk_copy_later(void*, const void*) 
 __device__ inline void finish_copies() {}
 #define TALK_COPIES_LATER false
 #endif
-// Asks for a line of global memory, which is in the L2 cache then when it is loaded.
+// Prefetches a line of global memory into the L2 cache.
 __device__ inline void prefetch(const void* address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
@@ -126,8 +126,8 @@ template <typename V, int N> __device__ inline Pack<V, N> load(const V* from) {
     return *reinterpret_cast<const Pack<V, N>*>(from);
 }
 
-// Starts to copy a pack from global to shared memory, which takes no register meanwhile. A thread
-// waits for its own copies with `finish_copies`.
+// Copies a pack from global to shared memory, where the GPU can without waiting and without a
+// register. The pack is there for the thread after `finish_copies`, and for others after a barrier.
 template <typename V, int N>
 __device__ inline void copy_later(Pack<V, N>* shared, const V* from) {
     constexpr int BYTES = sizeof(Pack<V, N>);

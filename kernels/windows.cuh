@@ -1,8 +1,8 @@
 // Windows of time steps, what a launch is given, and shared memory: see talk_conv.cu.
 
-constexpr int LANES = 8;   // threads across the channels of a row, in the forward pass
-constexpr int ROWS = 8;    // rows of a segment
-constexpr int UNIT = 32;   // rows over which a prefix sum runs before it starts anew
+constexpr int LANES = 8;  // threads across the channels of a row, in the forward pass
+constexpr int ROWS = 8;   // rows of a segment
+constexpr int UNIT = 32;  // rows over which a prefix sum runs before it starts anew
 constexpr int MAX_THREADS = 512;
 
 // Everything a launch needs, passed by value; Python reads the list of its members here.
@@ -18,8 +18,8 @@ struct Problem {
     double* bases;             // (units, B, C): what the units before a unit add up to; forward
     double* totals;            // (chunks, B, C): sums of chunks, then of all the chunks before
     double* clipped;           // (chunks, B, C): windows that start at row 0; backward
-    int* reach;                // (T / REACH, B, H, 2): the rows that larger windows than a halo
-                               // touch; backward
+    int* reach;                // (T / REACH, B, H, 2), and then (T / SPAN, B, H, 2): the rows that
+                               // larger windows than a halo touch; both rounded up; backward
     int* starts;               // (B, H, buckets): where the ends at each row start; 0 at first
     int* slots;                // (2, B, H, 2 T): scratch of the sort
     void* entries;             // (B, H, 2 T): ends ordered by row

@@ -231,7 +231,7 @@ class ShortConv(nn.Module):
 
         Only for a causal one. `state` is None at the start and what the last call returned from
         then on: the last K inputs (K, B, C), changed in place where no gradients are needed, where
-        the next one goes, and the weights (2K, 1, C), twice.
+        the next one goes, and two copies of the weights of the first step, (2K, 1, C).
         """
         if self.right:
             raise ValueError(f"step: expected a causal module, got {self.right} taps to the right")

@@ -26,9 +26,9 @@ class EncoderAttention(MultiheadAttention):
             that, but for biases, a token that is attended to comes out halved. So the decoder
             sees from the first update on which tokens it attends to.
         aligns: normalise queries and keys in each head, multiply the scores by its learned
-            sharpness (at first 1), and let that of target token i and source token j fall by its
-            learned slope (at first 0) times ``abs(i - j)``. Padding has no position in the source,
-            and comes after the tokens of the target.
+            sharpness (at first 1), and let the score of target token i and source token j fall by
+            its learned slope (at first 0) times ``abs(i - j)``. Padding has no position in the
+            source, and comes after the tokens of the target.
 
     Raises ValueError with `copies` where encoder and decoder have different widths.
     """
@@ -90,11 +90,11 @@ class EncoderAttention(MultiheadAttention):
         q = q.permute(1, 3, 0, 2, 4).reshape(N * H, T * k, R)
         scores = torch.bmm(q, keys.view(N * H, R, S)).view(N, H, T, k, S)
         if self.aligns:
-            offsets = state["positions"]
+            distances = state["positions"]
             if T > 1:
-                offsets = offsets - torch.arange(T, device=q.device).view(T, 1, 1)
-            # In float32, also of halves. Few launches: a step has little else to do on a GPU.
-            scores = torch.addcmul(scores, self.slopes, offsets.abs(), value=-1)
+                distances = distances - torch.arange(T, device=q.device).view(T, 1, 1)
+            # In float32, also of halves; in few launches, for which a step waits on a GPU.
+            scores = torch.addcmul(scores, self.slopes, distances.abs(), value=-1)
             state["positions"] = state["positions"] - T
         if padding is not None:
             scores = scores.masked_fill(padding[:, None, None, None], -math.inf)

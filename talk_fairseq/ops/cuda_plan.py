@@ -47,8 +47,7 @@ def plan_forward(
     """Plan the forward pass, for blocks with up to `shared_memory` bytes."""
     name, heads, R = NAMES[dtype], B * H, C // H
     numbers = _numbers(T, B, C, H, max_left, max_right, float32_offsets)
-    kernel, global_width = _kernel(_GLOBAL_WIDTH, name, R, aligned)
-    width = min(global_width, _WIDTH[name])
+    kernel, width = _kernel(_WIDTH, name, R, aligned)
     number = 8 if name == "float64" else 4  # bytes of what is computed in
     pack, window = _LANES * width * number, 8 + 2 * number
     before, after = _halo(max_left), _halo(max_right)
@@ -77,17 +76,14 @@ def plan_forward(
         "sums": (units * (_UNIT + 1) * B * C, torch.float64 if number == 8 else torch.float32),
         "bases": (units * B * C, torch.float64),
     }
-    threads, sums = _TILE // _ROWS * _LANES, _tiles(units * _UNIT, _TILE)
-    slabs = _ceil(R, _LANES * global_width)
+    kernel, width = _kernel(_GLOBAL_WIDTH, name, R, aligned)
+    threads, slabs = _TILE // _ROWS * _LANES, _ceil(R, _LANES * width)
+    sums = _grid(heads, slabs, _tiles(units * _UNIT, _TILE))
+    tiles = _grid(heads, slabs, _tiles(T, _TILE))
     launches = (
-        (f"talk_forward_sums_{kernel}", _grid(heads, slabs, sums), threads, 0),
+        (f"talk_forward_sums_{kernel}", sums, threads, 0),
         (f"talk_forward_bases_{name}", (_ceil(B * C, 32), 1, 1), 512, 512 * 8),
-        (
-            f"talk_forward_gather_{kernel}",
-            (heads, slabs, _tiles(T, _TILE)),
-            threads,
-            _TILE * window,
-        ),
+        (f"talk_forward_gather_{kernel}", tiles, threads, _TILE * window),
     )
     return Plan({"tile": _TILE, "units": units} | numbers, workspace, launches)
 
@@ -116,7 +112,7 @@ def plan_backward(
     # One kernel, as long as a tile and its halo fit: twice on a multiprocessor if half of the
     # threads have rows then; each block takes 1 KiB besides. The tiles follow from the windows
     # alone, so that a sentence's bits do not depend on the padding behind it. Windows too large for
-    # that (some 115 rows on either side) take it too if the whole sequence fits.
+    # that (some 100 rows on either side) take it too if the whole sequence fits.
     before, after = _halo(max_right), _halo(max_left)
     most = threads // lanes * rows  # rows of a tile
     tiles = (

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from machine_code import compile_kernels, nvrtc
+from compiler import compile_kernels, nvrtc
 
 from talk_fairseq.ops import cuda_backend
 from talk_fairseq.ops.kernel_source import source_path
@@ -47,7 +47,7 @@ def supported_architectures(library):
     return list(architectures)
 
 
-# test_machine_code.py compiles all dtypes for sm_90.
+# test_occupancy.py compiles all dtypes for sm_90.
 @pytest.mark.parametrize(
     "dtype",
     [

@@ -180,9 +180,28 @@ def test_windows_too_large_for_shared_memory(T, causal, dtype):
     assert any("walk" in name for name in host.launched)
 
 
-@pytest.mark.parametrize("R", [1, 3, 64, 200])
-def test_large_windows_and_channels_of_a_head(R):
-    check(Host(shared_memory=0), example(240, 1, 2, R), 20, 20)
+@pytest.mark.parametrize("R", [1, 3, 37, 64, 200])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_windows_and_channels_of_a_head(R, dtype):
+    check(Host(shared_memory=0), example(240, 1, 2, R, dtype), 20, 20)
+
+
+@pytest.mark.parametrize("R", [37, 72, 200])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tiles_of_more_channels_than_lanes(R, dtype):
+    """Several turns over the channels of a head, also with windows beyond the halo."""
+    host = Host()
+    check(host, example(430, 1, 1, R, dtype, high=3), 9, 9)
+    assert any("reach" in name for name in host.launched)
+
+
+def test_far_windows_over_spans():
+    """Some reach over 1,024 time steps or more, some spans have none, and there are 33 heads."""
+    dout, x, left, right = example(3300, 1, 33, 1)
+    left[2100], right[700, 0, ::2], right[3000:3010, 0, 5] = 200, 180, 40
+    host = Host()
+    check_backward(host.backward, dout, x, left, right, 9, 9)
+    assert any("reach" in name for name in host.launched)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -98,7 +98,7 @@ def parse(arguments=None):
     add("--seeds", type=at_least(1), metavar="N",
         help="runs of each system, with seeds 1 to N (default: 1; cpu_small, gpu: 3)")  # fmt: skip
     add("--updates", type=at_least(1), metavar="N",
-        help="of each run (default: 1,600; lm: 1,200; summ: 2,000; cpu_long: 8,000; gpu: "
+        help="of each run (default: 1,600; lm: 1,200; summ: 2,000; cpu_long: 8,000; gpu lm: "
         "2,500)")  # fmt: skip
     add("--tokens", type=at_least(1), metavar="N",
         help="of the blocks that a language model sees (default: 256; gpu: 512)")  # fmt: skip

@@ -5,7 +5,7 @@ The problem is the benchmark's: B=10, C=1024, H=16, windows of 31+31. Needs no G
 
 import pytest
 import torch
-from machine_code import Kernel, blocks_a_multiprocessor, kernels, nvrtc
+from compiler import Kernel, blocks_a_multiprocessor, kernels, nvrtc
 
 from talk_fairseq.ops.cuda_plan import NAMES, plan_backward, plan_forward
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     ("plan", "blocks", "warps"), [(plan_forward, 3, 30), (plan_backward, 2, 24)]
 )
 def test_blocks_a_multiprocessor_holds(plan, blocks, warps, dtype, figure):
-    """With fewer warps, the others wait for memory: on an H100 that is what bounds the speed."""
+    """With fewer of them, a multiprocessor of an H100 waits more for memory."""
     planned = plan(dtype, True, SHARED_MEMORY, 10_000, 10, 1024, 16, 31, 31)
     launch, _, threads, shared = planned.launches[-1]
     kernel = kernels("talk_conv.cu", NAMES[dtype])[launch]
