@@ -59,13 +59,14 @@ def plan_forward(
 
     # One kernel, as long as the rows of a tile and its halo fit. What is staged follows from the
     # windows alone, so that a sentence's bits do not depend on the padding behind it.
-    for staged in (*range(_STAGED, 513, _UNIT), *range(_STAGED, 0, -_UNIT)):
+    most = _MAX_THREADS // _LANES * _ROWS
+    for staged in (*range(_STAGED, most + 1, _UNIT), *range(_STAGED, 0, -_UNIT)):
         tile = staged - before - after
         if tile < staged // 2 or shared_bytes(staged, tile) > shared_memory:
             continue
         rows = min(staged, _ceil(T + 2, _UNIT) * _UNIT)  # a short sequence stages less
         tile = min(tile, T)
-        threads = min(_MAX_THREADS, rows // _ROWS * _LANES)
+        threads = rows // _ROWS * _LANES
         sizes = {"before": before, "tile": tile, "units": rows // _UNIT, "spans": spans} | numbers
         blocks = _grid(heads, _ceil(R, _LANES * width), _tiles(T, tile))
         launch = (f"talk_forward_{kernel}", blocks, threads, shared_bytes(rows, tile))

@@ -12,15 +12,15 @@ from talk_fairseq.ops.kernel_source import compile_options, source
 
 def nvrtc():
     """NVRTC from its wheel or from the system, or None."""
-    names = ["libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"]
+    names = []
     for package in ("nvidia.cuda_nvrtc", "nvidia.cu13"):
         try:
             spec = importlib.util.find_spec(package)
         except ModuleNotFoundError:
             continue
         for folder in spec.submodule_search_locations if spec else ():
-            names[:0] = sorted(map(str, pathlib.Path(folder).glob("lib/libnvrtc.so.*")))
-    for name in names:
+            names += sorted(map(str, pathlib.Path(folder).glob("lib/libnvrtc.so.*")))
+    for name in [*names, "libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"]:
         try:
             return ctypes.CDLL(name)
         except OSError:

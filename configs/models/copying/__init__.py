@@ -12,7 +12,12 @@ import talk_fairseq  # noqa: F401 (first, as it patches fairseq)
 
 # isort: split
 from fairseq.models import register_model, register_model_architecture
-from fairseq.models.lightconv import LightConvEncoder, LightConvModel, base_architecture
+from fairseq.models.lightconv import (
+    LightConvEncoder,
+    LightConvModel,
+    base_architecture,
+    lightconv_iwslt_de_en,
+)
 
 from talk_fairseq.models.encoder_attention import EncoderAttention
 
@@ -49,4 +54,5 @@ class CopyingLightConvModel(LightConvModel):
         return model
 
 
-register_model_architecture("lightconv_copying", "lightconv_copying")(base_architecture)
+for name, arch in (("", base_architecture), ("_iwslt_de_en", lightconv_iwslt_de_en)):
+    register_model_architecture("lightconv_copying", f"lightconv_copying{name}")(arch)

@@ -1,7 +1,8 @@
 """Scores of the test set, by the tools of each task, and of baselines that need no training.
 
 ``results`` is what results.json holds. Each function writes into it, for each seed of a system and
-for the system, from the runs in the folders ``folder_of(system, seed)``.
+for the system, from the runs in the folders ``folder_of(system, seed)``. That of a task returns the
+names of the scores of which a system has the mean over its seeds, beside its "score".
 """
 
 import statistics
@@ -12,11 +13,6 @@ from pipeline.common.files import read_lines
 from pipeline.common.logs import read_hypotheses
 
 SCORES = {"mt": "bleu", "lm": "perplexity_per_token", "summ": "rouge_l"}  # that a system's is
-OTHERS = {  # also means over seeds
-    "mt": (),
-    "lm": ("perplexity_per_word",),
-    "summ": ("rouge_1", "rouge_2", "rouge_l", "rouge_lsum"),
-}
 LEADS = (*range(3, 31), 40, 50, 75, 100)  # words that a lead baseline may have
 
 
@@ -30,11 +26,11 @@ def score(results, corpus, languages, folder_of):
     """
     task = results["task"]
     functions = {"mt": score_translations, "lm": score_models, "summ": score_summaries}
-    functions[task](results, corpus, languages, folder_of)
+    others = functions[task](results, corpus, languages, folder_of)
     for row in results["systems"].values():
         if seeds := row["seeds"].values():
             row["score"] = statistics.mean(seed[SCORES[task]] for seed in seeds)
-            row |= {key: statistics.mean(seed[key] for seed in seeds) for key in OTHERS[task]}
+            row |= {key: statistics.mean(seed[key] for seed in seeds) for key in others}
             row["p"] = max((s["p"] for s in seeds if s.get("p") is not None), default=None)
 
 
@@ -68,6 +64,7 @@ def score_translations(results, corpus, languages, folder_of):
     for row in systems.values():
         if seeds := row["seeds"].values():
             row["interval"] = [statistics.mean(s["interval"][i] for s in seeds) for i in (0, 1)]
+    return []
 
 
 def score_models(results, corpus, languages, folder_of):
@@ -85,11 +82,12 @@ def score_models(results, corpus, languages, folder_of):
             checkpoint = folder_of(name, seed) / "averaged.pt"
             scores.update(perplexities(read_model(checkpoint, test.counts["tokens"])[1]))
     results["unigram"] = perplexities(test.unigram_loss)
+    return ["perplexity_per_word"]
 
 
 def score_summaries(results, corpus, languages, folder_of):
     """Score by ROUGE, with p of a paired bootstrap of ROUGE-2; also the sources' first words."""
-    from talk_fairseq.rouge import rouge, version  # which takes seconds to import
+    from talk_fairseq.rouge import KINDS, rouge, version  # which takes seconds to import
 
     text = {
         (split, side): read_lines(corpus / f"{split}.{side}")
@@ -119,6 +117,7 @@ def score_summaries(results, corpus, languages, folder_of):
     validation = {n: rouge(lead("valid", n), text["valid", target])["rouge_l"] for n in LEADS}
     best = max(validation, key=validation.get)
     results["lead"] = {"words": best, **rouge(lead("test", best), references)}
+    return list(KINDS)
 
 
 def paired_bootstrap(scores, baseline):
