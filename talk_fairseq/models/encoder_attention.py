@@ -126,6 +126,12 @@ class EncoderAttention(MultiheadAttention):
         return {"keys": (self.scaling * keys).permute(1, 2, 3, 0).contiguous(), **state}
 
 
+def check_padding_of_targets(task):
+    """Raise ValueError where `task` pads targets on the left: aligning counts them from there."""
+    if getattr(getattr(task, "cfg", None), "left_pad_target", False):
+        raise ValueError("left_pad_target: expected False with align_attention, got True")
+
+
 def with_tokens(encoder_out):
     """Return `encoder_out` whose outputs (S, N, C) are followed by its tokens' embeddings (2C)."""
     (x,), (tokens,) = encoder_out["encoder_out"], encoder_out["encoder_embedding"]

@@ -182,9 +182,8 @@ class TaLKConvModel(TaLKConvModelBase, transformer.TransformerModelBase):
     @classmethod
     def build_model(cls, cfg, task):
         cfg = nested_config(cfg, TaLKConvConfig)
-        left_pad_target = getattr(getattr(task, "cfg", None), "left_pad_target", False)
-        if left_pad_target and cfg.align_attention:  # which counts target tokens from the left
-            raise ValueError("left_pad_target: expected False with align_attention, got True")
+        if cfg.align_attention:
+            encoder_attention.check_padding_of_targets(task)
         cfg.unit = cls.unit
         set_windows(cfg.encoder, "encoder")
         set_windows(cfg.decoder, "decoder")

@@ -19,24 +19,39 @@ WORDS = 30
 @pytest.fixture(params=[False, True], ids=["copies", "copies and aligns"])
 def model(request):
     torch.manual_seed(0)
+    args = arguments(align_attention=request.param)
+    built = CopyingLightConvModel.build_model(args, task()).eval()
+    for layer in built.decoder.layers if request.param else ():
+        torch.nn.init.normal_(layer.encoder_attn.slopes)
+    return built
+
+
+def task(**cfg):
     words = Dictionary()
     for word in range(WORDS - len(words)):
         words.add_symbol(str(word))
+    cfg = SimpleNamespace(**cfg)
+    return SimpleNamespace(source_dictionary=words, target_dictionary=words, cfg=cfg)
+
+
+def arguments(**options):
     args = Namespace(
         encoder_layers=2, decoder_layers=2, encoder_kernel_size_list=[3, 5],
         decoder_kernel_size_list=[2, 4], encoder_embed_dim=16, decoder_embed_dim=16,
         encoder_ffn_embed_dim=32, decoder_ffn_embed_dim=32, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_conv_type="dynamic", decoder_conv_type="dynamic",
         share_all_embeddings=True, dropout=0, attention_dropout=0, input_dropout=0,
-        weight_softmax=True, align_attention=request.param,
-        max_source_positions=40, max_target_positions=40,
+        weight_softmax=True, max_source_positions=40, max_target_positions=40, **options,
     )  # fmt: skip
     ARCH_CONFIG_REGISTRY["lightconv_copying"](args)
-    task = SimpleNamespace(source_dictionary=words, target_dictionary=words)
-    built = CopyingLightConvModel.build_model(args, task).eval()
-    for layer in built.decoder.layers if request.param else ():
-        torch.nn.init.normal_(layer.encoder_attn.slopes)
-    return built
+    return args
+
+
+def test_aligning_refuses_targets_that_are_padded_on_the_left():
+    padded = task(left_pad_target=True)
+    with pytest.raises(ValueError, match="left_pad_target: expected False with align_attention"):
+        CopyingLightConvModel.build_model(arguments(align_attention=True), padded)
+    CopyingLightConvModel.build_model(arguments(align_attention=False), padded)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from fairseq.models.lightconv import (
     lightconv_iwslt_de_en,
 )
 
-from talk_fairseq.models.encoder_attention import EncoderAttention
+from talk_fairseq.models.encoder_attention import EncoderAttention, check_padding_of_targets
 
 
 class CopiedEncoder(LightConvEncoder):
@@ -40,6 +40,9 @@ class CopyingLightConvModel(LightConvModel):
 
     @classmethod
     def build_model(cls, args, task):
+        aligns = getattr(args, "align_attention", False)
+        if aligns:
+            check_padding_of_targets(task)
         model = super().build_model(args, task)
         model.encoder.__class__ = CopiedEncoder  # fairseq names the classes that it builds
         for layer in model.decoder.layers:
@@ -49,7 +52,7 @@ class CopyingLightConvModel(LightConvModel):
                 dropout=args.attention_dropout,
                 encoder_decoder_attention=True,
                 copies=True,
-                aligns=getattr(args, "align_attention", False),
+                aligns=aligns,
             )
         return model
 
