@@ -219,9 +219,6 @@ class ShortConv(nn.Module):
         with torch.no_grad():
             self.weight[self.left] += 1
 
-    def extra_repr(self):
-        return f"{self.weight.shape[1]}, taps={len(self.weight)}, right={self.right}"
-
     def forward(self, x):
         """x (T, B, C) -> (T, B, C)."""
         return short_conv(x, self.weight, self.left)

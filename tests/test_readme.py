@@ -286,7 +286,7 @@ def test_all_archs_are_listed():
 
 def test_the_readme_agrees_with_the_results():
     """Each number of the README's tables of results is on the pages with the details."""
-    details = PAGES["docs/results.md"] + PAGES["docs/benchmarks.md"]
+    details = "".join(PAGES[f"docs/{page}.md"] for page in ("results", "scaling", "benchmarks"))
     tables = re.search(r"^## Results$(.*?)^## ", TEXT, re.M | re.S)[1]
     for row in re.findall(r"^\|(.*)\|$", tables, re.M):
         for number in re.findall(r"[\d,]*\d\.?\d*", row.split("|", 1)[1]):

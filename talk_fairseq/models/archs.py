@@ -21,7 +21,8 @@ def _set_defaults(values, cfg):
 # --- Beyond the paper ---
 
 _PLUS_LM = {"activation_fn": "relu", "spread_offsets": True, "decoder_short_kernel": 8}
-_PLUS = {**_PLUS_LM, "encoder_short_kernel": 7, "copy_attention": True, "align_attention": True}
+_ATTENTION = {"copy_attention": True, "align_attention": True, "follow_attention": True}
+_PLUS = {**_PLUS_LM, "encoder_short_kernel": 7, **_ATTENTION}
 
 # --- The paper's models (appendix A); all of them post-norm, with Swish ---
 
@@ -77,11 +78,7 @@ TALKCONV = {
 
 # --- Language models ---
 
-_BIG_LM = {
-    "decoder_embed_dim": 1024,
-    "decoder_ffn_embed_dim": 4096,
-    "decoder_attention_heads": 16,
-}
+_BIG_LM = {"decoder_embed_dim": 1024, "decoder_ffn_embed_dim": 4096, "decoder_attention_heads": 16}
 
 TALKCONV_LM = {
     # Beyond the paper.

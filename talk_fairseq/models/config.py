@@ -100,6 +100,7 @@ class TaLKConvConfig(TaLKConvUnitConfig, _flat_transformer_config()):
     align_attention: bool = option(
         False, "the attention to the encoder has a learned penalty on distances between positions"
     )
+    follow_attention: bool = option(False, "the attention to the encoder begins by copying on")
 
 
 def add_flags(parser, config):

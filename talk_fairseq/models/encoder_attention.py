@@ -29,16 +29,19 @@ class EncoderAttention(MultiheadAttention):
             sharpness (at first 1), and let the score of target token i and source token j fall by
             its learned slope (at first 0) times ``abs(i - j)``. Padding has no position in the
             source, and comes after the tokens of the target.
+        follows: with `copies`, keys are the encoder's outputs plus the embedding of the token
+            before, and half of the heads begin with the same projection for queries and keys. So a
+            decoder that has copied a token begins by attending to the next one (induction).
 
-    Raises ValueError with `copies` where encoder and decoder have different widths.
+    Raises ValueError for `copies` with an encoder of another width, and for `follows` alone.
     """
 
     need_attn = True
 
-    def __init__(self, *args, copies=False, aligns=False, **options):
+    def __init__(self, *args, copies=False, aligns=False, follows=False, **options):
         super().__init__(*args, **options)
         self.dropout_module.module_name = "MultiheadAttention"  # for --retain-dropout-modules
-        self.copies, self.aligns = copies, aligns
+        self.copies, self.aligns, self.follows = copies, aligns, follows
         if aligns:
             self.sharpness = nn.Parameter(torch.ones(self.num_heads, 1))
             self.slopes = nn.Parameter(torch.zeros(self.num_heads, 1, 1, 1))
@@ -51,6 +54,13 @@ class EncoderAttention(MultiheadAttention):
             nn.init.orthogonal_(self.v_proj.weight)
             with torch.no_grad():
                 self.out_proj.weight.copy_(self.v_proj.weight.t() / 2)
+        if follows:
+            if not copies:
+                raise ValueError("copy_attention: expected True with follow_attention, got False")
+            alike = (self.num_heads + 1) // 2 * self.head_dim
+            nn.init.orthogonal_(self.q_proj.weight)
+            with torch.no_grad():
+                self.k_proj.weight[:alike] = self.q_proj.weight[:alike]
 
     def make_generation_fast_(self, need_attn=False, **kwargs):
         """Note whether the generator reads weights: fairseq's decoder asks for them in any case."""
@@ -114,9 +124,13 @@ class EncoderAttention(MultiheadAttention):
         if self.copies:
             key, tokens = key.chunk(2, dim=-1)
             value = key + tokens
+        padding = None if key_padding_mask is None else key_padding_mask.bool()
+        if self.follows:
+            if padding is not None:  # whose embedding is not zero where the output shares it
+                tokens = tokens.masked_fill(padding.t().unsqueeze(-1), 0)
+            key = key + F.pad(tokens[:-1], (0, 0, 0, 0, 1, 0))
         S, N, _ = key.shape
         heads = S, N, self.num_heads, self.head_dim
-        padding = None if key_padding_mask is None else key_padding_mask.bool()
         keys, values = self.k_proj(key).view(heads), self.v_proj(value).view(heads)
         state = {"values": values.permute(1, 2, 0, 3).contiguous(), "padding": padding}
         if self.aligns:
@@ -148,8 +162,7 @@ def reorder(attentions, incremental_state, new_order):
 
     Nothing is copied unless a sentence goes, comes or changes place.
     """
-    states = [attention._get_input_buffer(incremental_state) for attention in attentions]
-    states = list(filter(None, states))
+    states = list(filter(None, (one._get_input_buffer(incremental_state) for one in attentions)))
     if not states:
         return
     old = states[0]["sentences"]

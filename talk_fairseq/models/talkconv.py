@@ -89,6 +89,7 @@ class TaLKConvDecoderLayer(transformer_layer.TransformerDecoderLayerBase):
             qn_block_size=self.quant_noise_block_size,
             copies=cfg.copy_attention,
             aligns=cfg.align_attention,
+            follows=cfg.follow_attention,
         )
 
 

@@ -96,6 +96,43 @@ def test_copies_begin_as_half_of_what_is_attended_to():
     assert torch.allclose(out, ((x + tokens) / 2).expand(5, 3, 8), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("padding", ["left", "right", None])
+def test_keys_of_what_came_before(padding):
+    """Keys are outputs plus embeddings of the token before, of which padding is none."""
+    arguments = dict(kdim=8, vdim=8, encoder_decoder_attention=True)
+    ours = EncoderAttention(8, 2, copies=True, follows=True, **arguments)
+    theirs = MultiheadAttention(8, 2, **arguments)
+    theirs.load_state_dict(ours.state_dict())
+    x, tokens = torch.randn(7, 3, 8), torch.randn(7, 3, 8)
+    _, mask = encoded(7, 3)
+    mask = {"left": mask.flip(1), "right": mask, None: torch.zeros_like(mask)}[padding]
+    keys = x.clone()
+    for n in range(3):
+        for before, s in zip(range(6), range(1, 7)):
+            keys[s, n] += tokens[before, n] * (not mask[n, before])
+    memory, query = torch.cat([x, tokens], -1), torch.randn(2, 3, 8)
+    out, _ = ours(query, memory, memory, mask if padding else None)
+    expected, _ = theirs(query, keys, x + tokens, mask)
+    assert torch.allclose(out, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_following_begins_with_what_comes_after_the_same_token(heads):
+    ours = EncoderAttention(
+        64, heads, encoder_decoder_attention=True, copies=True, aligns=True, follows=True
+    )
+    tokens = torch.randn(9, 1, 64)
+    memory = torch.cat([torch.zeros_like(tokens), tokens], -1)
+    _, weights = ours(tokens[:-1], memory, memory, need_head_weights=True)
+    found = weights[:, 0].argmax(-1) == torch.arange(1, 9)
+    assert found[: (heads + 1) // 2].all() and not found[(heads + 1) // 2 :].all(-1).any()
+
+
+def test_following_needs_the_tokens():
+    with pytest.raises(ValueError, match="copy_attention: expected True with follow_attention"):
+        build_model(from_flags("--arch", "talkconv", "--follow-attention"), task(100))
+
+
 def aligned(R=4):
     ours = EncoderAttention(2 * R, 2, kdim=12, vdim=12, encoder_decoder_attention=True, aligns=True)
     for parameter in ours.parameters():
@@ -227,7 +264,12 @@ def test_reorder(orders, use_xformers):
 
 
 @pytest.fixture(
-    scope="module", params=["talkconv", "talkconv_plus", "talkconv_plus --no-align-attention"]
+    scope="module",
+    params=[
+        "talkconv",
+        "talkconv_plus",
+        "talkconv_plus --no-follow-attention --no-align-attention",
+    ],
 )
 def model(request):
     torch.manual_seed(0)

@@ -29,8 +29,8 @@ from fairseq.token_generation_constraints import pack_constraints
 
 @pytest.fixture(scope="module")
 def trained(corpus, tmp_path_factory):
-    """The checkpoint of a small model whose attention copies and aligns."""
-    model = [*SMALL, "--copy-attention", "--align-attention"]
+    """The checkpoint of a small model whose attention copies, aligns and follows."""
+    model = [*SMALL, "--copy-attention", "--align-attention", "--follow-attention"]
     return train_a_little(tmp_path_factory.mktemp("trained"), corpus, model, max_tokens=2000)
 
 

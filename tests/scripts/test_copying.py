@@ -16,13 +16,15 @@ from fairseq.models import ARCH_CONFIG_REGISTRY
 WORDS = 30
 
 
-@pytest.fixture(params=[False, True], ids=["copies", "copies and aligns"])
+@pytest.fixture(params=["copies", "aligns", "follows", "aligns and follows"])
 def model(request):
     torch.manual_seed(0)
-    args = arguments(align_attention=request.param)
-    built = CopyingLightConvModel.build_model(args, task()).eval()
-    for layer in built.decoder.layers if request.param else ():
-        torch.nn.init.normal_(layer.encoder_attn.slopes)
+    options = {f"{name}_attention": f"{name}s" in request.param for name in ("align", "follow")}
+    built = CopyingLightConvModel.build_model(arguments(**options), task()).eval()
+    for layer in built.decoder.layers:
+        assert layer.encoder_attn.follows == options["follow_attention"]
+        if options["align_attention"]:
+            torch.nn.init.normal_(layer.encoder_attn.slopes)
     return built
 
 

@@ -1,6 +1,6 @@
 """LightConv and DynamicConv whose attention to the encoder is that of ``--copy-attention``.
 
-With ``--align-attention`` it is that of both options.
+With ``--align-attention`` and ``--follow-attention`` it is that of these options too.
 
 A user directory of fairseq, with which configs/verses/cpu_seq2seq.yaml tells what that attention
 does from what windows do.
@@ -36,7 +36,8 @@ class CopyingLightConvModel(LightConvModel):
     @staticmethod
     def add_args(parser):
         LightConvModel.add_args(parser)
-        parser.add_argument("--align-attention", action="store_true", help="as of talkconv")
+        for option in ("align", "follow"):
+            parser.add_argument(f"--{option}-attention", action="store_true", help="as of talkconv")
 
     @classmethod
     def build_model(cls, args, task):
@@ -53,6 +54,7 @@ class CopyingLightConvModel(LightConvModel):
                 encoder_decoder_attention=True,
                 copies=True,
                 aligns=aligns,
+                follows=getattr(args, "follow_attention", False),
             )
         return model
 
