@@ -51,8 +51,10 @@ def test_parameters_are_within_five_percent(tmp_path, preset, task):
     [
         (["--systems", "talkconv,rnn"], "--systems: expected some of talkconv,"),
         (["--task", "lm", "--systems", "convs2s"], "--systems: expected some of"),
-        (["--lr", "1e-3,much"], "--lr: expected positive numbers, got '1e-3,much'"),
+        (["--lr", "1e-3,much"], "--lr: expected positive numbers or best, got '1e-3,much'"),
         (["--lr", "0"], "--lr: expected positive numbers"),
+        (["--lr", "best,1e-3"], "--lr: expected positive numbers or best, got 'best,1e-3'"),
+        (["--preset", "gpu", "--lr", "best"], "--lr: expected numbers for talkconv, whose best"),
         (["--lr", "nan"], "--lr: expected positive numbers"),
         (["--task", "summ"], "--data: expected a folder"),
         (["--task", "summ", "--data", "nowhere", "--systems", "convs2s"], "--systems: expected"),
@@ -111,6 +113,17 @@ def test_the_long_preset_has_rates_and_dropout_of_its_own(tmp_path):
             assert (model.max_update, model.dropout) == (updates, dropout)
 
 
+@pytest.mark.parametrize("preset, task", [("cpu", "mt"), ("cpu", "summ"), ("cpu", "lm"),
+    ("cpu_small", "mt"), ("cpu_small", "lm")])  # fmt: skip
+def test_the_best_rates_are_of_systems_that_the_preset_has(preset, task):
+    options = ["--preset", preset, "--task", task, "--data", "mine"]
+    args = sweep.parse(options)
+    best = args.schedule.best
+    assert best.keys() <= args.systems.keys()
+    chosen = sweep.parse([*options, "--lr", "best", "--systems", ",".join(best)])
+    assert chosen.rates == {name: [rate] for name, rate in best.items()}
+
+
 def test_a_gpu_that_is_not_there(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     out = tmp_path / "run"
@@ -146,7 +159,7 @@ def test_systems_of_ones_own(tmp_path, monkeypatch):
     args = sweep.parse(["--systems", "mine,talkconv"])
     assert list(args.systems) == ["mine", "talkconv"]
     assert "mine" in sweep.parse([]).systems
-    with pytest.raises(BadInput, match="--lr: expected rates for mine"):
+    with pytest.raises(BadInput, match="--lr: expected numbers for mine"):
         sweep.parse(["--preset", "cpu_long", "--systems", "mine"])
     data = dictionaries(tmp_path / "bin", args.languages, 3992)
     # A system's flags replace what all share.

@@ -66,11 +66,13 @@ MADE = ("speeds.json", "prepare.log", "compare.md", "results.json", "validation.
 
 def learning_rates(text):
     """Return the learning rates in ``--lr``, as they are spelt there; of equal ones the last."""
+    if text == "best":
+        return text
     with contextlib.suppress(ValueError):
         spelt = {float(rate): rate for rate in text.split(",")}
         if all(0 < rate < math.inf for rate in spelt):
             return list(spelt.values())
-    raise argparse.ArgumentTypeError(f"expected positive numbers, got {text!r}")
+    raise argparse.ArgumentTypeError(f"expected positive numbers or best, got {text!r}")
 
 
 def times(rate, factor):
@@ -103,7 +105,8 @@ def parse(arguments=None):
     add("--tokens", type=at_least(1), metavar="N",
         help="of the blocks that a language model sees (default: 256; gpu: 512)")  # fmt: skip
     add("--lr", type=learning_rates, metavar="A,B",
-        help="peak learning rates to try (default: the preset's)")  # fmt: skip
+        help="peak learning rates to try (default: the preset's); best: each system's best one "
+        "in docs/results.md")  # fmt: skip
     add("--warmup", type=several(at_least(1)), metavar="A,B",
         help="updates of the warm-up to try at the best rate, beside the preset's "
         "(default: none)")  # fmt: skip
@@ -138,13 +141,13 @@ def parse(arguments=None):
         args.schedule.flags["tokens-per-sample"] = args.tokens
     args.seeds = args.seeds or args.schedule.seeds
     args.updates = args.updates or args.schedule.updates
-    args.lr = args.lr or args.schedule.rates  # of all systems, or of each
+    args.lr = args.lr or args.schedule.rates
     if args.warmup and (longest := max(args.warmup)) >= args.updates:
         raise BadInput(f"--warmup: expected less than {args.updates} updates, got {longest}")
     args.jobs = args.jobs or (min(cores(), 4) if args.device == "cpu" else 1)
     args.reference = preset["reference"]
     args.systems = choose_systems(args, known)
-    args.rates = {name: rates_of(name, args.lr) for name in args.systems}
+    args.rates = {name: rates_of(name, args) for name in args.systems}
     *source, target = LANGUAGES[args.task]
     if args.source_lang and not source:
         raise BadInput("--source-lang: expected none with --task lm")
@@ -158,11 +161,13 @@ def parse(arguments=None):
     return args
 
 
-def rates_of(name, rates):
+def rates_of(name, args):
     """Return the rates that a system tries. Raises BadInput."""
-    if isinstance(rates, dict) and (rates := rates.get(name)) is None:
-        raise BadInput(f"--lr: expected rates for {name}, of which the preset has none")
-    return list(map(str, rates))
+    if args.lr != "best":
+        return list(map(str, args.lr))
+    if (best := getattr(args.schedule, "best", {}).get(name)) is None:
+        raise BadInput(f"--lr: expected numbers for {name}, whose best rate is not known, got best")
+    return [str(best)]
 
 
 def choose_systems(args, known):
