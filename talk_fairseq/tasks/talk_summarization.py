@@ -176,7 +176,7 @@ class StepwiseLengthPenaltyBeamSearch(BeamSearch):
 
     Attributes:
         finished: (B, beam) scores of the hypotheses in the beam that have ended, else -inf.
-        lowest: (B,) the lowest score in the beam.
+        lowest: (B,) the highest of the beam's lowest scores since hypotheses were last taken out.
     """
 
     def __init__(self, tgt_dict, alpha):
@@ -189,11 +189,11 @@ class StepwiseLengthPenaltyBeamSearch(BeamSearch):
         scores, tokens, parents = super().step(step, lprobs, scores)
         normalized = scores / length_penalty(step + 1, self.alpha)
         if step == 0:
-            self.finished = normalized.new_full((B, beam), -torch.inf)
+            self.finished, self.lowest = normalized.new_full((B, beam), -torch.inf), -torch.inf
 
         pool = torch.cat([self.finished, normalized], dim=1)
         best = pool.argsort(dim=1, descending=True, stable=True)[:, :beam]
-        self.lowest = pool.gather(1, best[:, -1:]).squeeze(1)
+        self.lowest = pool.gather(1, best[:, -1:]).squeeze(1).clamp(min=self.lowest)
         in_beam = torch.zeros_like(pool, dtype=torch.bool).scatter(1, best, True)
         ended = torch.cat([torch.ones_like(self.finished).bool(), tokens.eq(self.eos)], dim=1)
         self.finished = pool.masked_fill(~(in_beam & ended), -torch.inf).topk(beam).values
@@ -232,6 +232,7 @@ class StepwiseLengthPenaltyGenerator(SequenceGenerator):
         unfinished = (sentence for sentence, done in enumerate(finished) if not done)
         for sentence, lowest in zip(unfinished, self.search.lowest):
             finalized[sentence] = [hypo for hypo in finalized[sentence] if hypo["score"] >= lowest]
+        self.search.lowest = -torch.inf
         newly_finished = super().finalize_hypos(
             step, bbsz_idx, eos_scores, tokens, scores, finalized, finished, *rest
         )

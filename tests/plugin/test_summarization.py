@@ -369,9 +369,10 @@ def toy():
 @pytest.mark.parametrize("beam", [1, 2, 4])
 @pytest.mark.parametrize("alpha", [0, 0.9, 2.5])
 def test_search_is_the_one_by_definition(toy, corpus, beam, alpha):
-    sources = list(range(16))  # in one batch, of which they leave at different steps
+    sources = list(range(24))  # in one batch, of which they leave at different steps, and alone
     found = searched(toy, corpus, sources, beam, alpha, longest=6)
-    for source, hypotheses in zip(sources, found):
+    alone = [searched(toy, corpus, [source], beam, alpha, longest=6)[0] for source in sources]
+    for source, hypotheses in zip(sources + sources, found + alone):
         expected = beam_search(toy, source, beam, alpha, longest=6)
         assert [tokens for tokens, _ in hypotheses] == [tokens for tokens, _ in expected]
         for (_, got), (_, want) in zip(hypotheses, expected):
