@@ -197,7 +197,7 @@ EXPRESSION += (ast.UAdd, ast.USub, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Di
 def evaluate(expression):
     """Return the value of an option like ``"[(512, 3)] * 20"``: plain values, sums and products.
 
-    Raises ValueError for anything else and for what gets very large, TypeError for no text.
+    Raises ValueError for anything else and for what gets very large, else what Python raises.
     """
     if not isinstance(expression, str):
         raise TypeError(f"expected text, got {type(expression).__name__}")

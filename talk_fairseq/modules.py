@@ -63,8 +63,8 @@ def _head_windows(heads, largest):
 class TaLKConv(_RetainsDropout):
     """Predict at each time step how far each head looks, and sum over that window.
 
-    Offsets are ``dropout(sigmoid(Linear(x)))`` (section 3.1 of the paper), always in float32 or
-    float64: float16 and bfloat16 have too few digits for a position.
+    Offsets are ``dropout(sigmoid(Linear(x)))`` (section 3.1 of the paper), from the sigmoid on in
+    float32 or float64: float16 and bfloat16 have too few digits for a position.
 
     Args:
         channels: C.
@@ -99,7 +99,7 @@ class TaLKConv(_RetainsDropout):
         root_normalize=False,
     ):
         super().__init__()
-        if heads < 1 or channels % heads:
+        if heads < 1 or channels < 1 or channels % heads:
             raise ValueError(f"heads: expected a divisor of channels = {channels}, got {heads}")
         for name, size in (("max_left", max_left), ("max_right", max_right)):
             if int(size) != size or size < 0:
@@ -108,7 +108,7 @@ class TaLKConv(_RetainsDropout):
         if root_normalize and not normalize:
             raise ValueError("root_normalize: expected False without normalize, got True")
         self.channels, self.heads = channels, heads
-        self.max_left, self.max_right = max_left, max_right
+        self.max_left, self.max_right = int(max_left), int(max_right)
         self.offset_dropout, self.normalize = offset_dropout, normalize
         self.root_normalize = root_normalize
         sides = [max_left] if max_right == 0 else [max_left, max_right]
@@ -118,9 +118,9 @@ class TaLKConv(_RetainsDropout):
         if spread:
             with torch.no_grad():
                 self.offsets.bias.copy_(_spread_biases(heads, len(sides)))
-        # Integers stay exact in a model of float16, and a checkpoint says what it was trained with.
+        # Integers stay exact in a model of float16, and out of averages: they follow from options.
         windows = [_head_windows(heads, side) for side in sides] if spread_windows else None
-        self.register_buffer("windows", windows and torch.cat(windows))
+        self.register_buffer("windows", windows and torch.cat(windows), persistent=False)
 
     def extra_repr(self):
         return (
@@ -210,7 +210,7 @@ class ShortConv(nn.Module):
 
     def __init__(self, channels, K, causal):
         super().__init__()
-        if int(K) != K or K < 1:
+        if not isinstance(K, int) or K < 1:
             raise ValueError(f"short_kernel: expected a whole number of tokens >= 1, got {K}")
         self.left = K - 1 if causal else K // 2
         self.right = K - 1 - self.left
@@ -321,22 +321,21 @@ class TaLKConvUnit(_RetainsDropout):
         if attn_mask is not None:
             raise ValueError(f"attn_mask: expected None, got {tuple(attn_mask.shape)}")
         x = F.dropout(query, self.input_dropout) if self.dropout_active() else query
-        x = self.linear1(x)
-        if self.glu:
-            x = F.glu(x, dim=-1)
+        x = F.glu(self.linear1(x), dim=-1) if self.glu else self.linear1(x)
         padding = None if key_padding_mask is None else key_padding_mask.t().unsqueeze(-1)
         if padding is not None:
             x = x.masked_fill(padding, 0)
-        if incremental_state is None:
-            if self.short is not None:
+        buffer = self._get_input_buffer(incremental_state)
+        if self.short is not None:
+            if incremental_state is None:
                 x = self.short(x)
-                if padding is not None:  # its neighbours have been summed into it
-                    x = x.masked_fill(padding, 0)
+            else:
+                x, buffer["short"] = self.short.step(x, buffer.get("short"))
+            if padding is not None:  # its neighbours have been summed into it
+                x = x.masked_fill(padding, 0)
+        if incremental_state is None:
             x = self.conv(x)
         else:
-            buffer = self._get_input_buffer(incremental_state)
-            if self.short is not None:
-                x, buffer["short"] = self.short.step(x, buffer.get("short"))
             x, buffer["state"] = self.conv.step(x, buffer.get("state"))
             incremental_state[self._key] = buffer
         return self.linear2(x), None

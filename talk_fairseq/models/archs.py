@@ -35,18 +35,19 @@ def _sizes(embed_dim, ffn_embed_dim, heads):
     }
 
 
-_DROPOUTS = {"dropout": 0.3, "attention_dropout": 0.1, "offset_dropout": 0.1, "input_dropout": 0.1}
+_DROPOUTS = {"dropout": 0.3, "attention_dropout": 0.1}
 _IWSLT = {
     **_sizes(512, 1024, 4),
     **_DROPOUTS,
-    "input_dropout": 0.0,
     "encoder_max_left": "1,3,7,15x4",
     "decoder_max_left": "1,3,7,15x3",
     "encoder_glu": False,
     "decoder_glu": False,
 }
-_BIG = {**_sizes(1024, 4096, 16), **_DROPOUTS}
-_CNN_DM = {**_sizes(512, 2048, 8), **_DROPOUTS}
+_BIG = {**_sizes(1024, 4096, 16), **_DROPOUTS, "input_dropout": 0.1}
+_ONE_LAYER = {"decoder_layers": 1, "decoder_max_left": "31"}
+_THREE_LAYERS = {"decoder_layers": 3, "decoder_max_left": "7,15,31"}
+_CNN_DM = {**_sizes(512, 2048, 8), **_DROPOUTS, "input_dropout": 0.1}
 
 TALKCONV = {
     "talkconv_iwslt_de_en": _IWSLT,
@@ -55,16 +56,8 @@ TALKCONV = {
     "talkconv_plus_wmt_en_de_big": {**_BIG, **_PLUS},
     "talkconv_wmt_en_de_big": _BIG,
     # Small decoders, for speed.
-    "talkconv_wmt_en_de_big_1_decoder_layer": {
-        **_BIG,
-        "decoder_layers": 1,
-        "decoder_max_left": "31",
-    },
-    "talkconv_wmt_en_de_big_3_decoder_layers": {
-        **_BIG,
-        "decoder_layers": 3,
-        "decoder_max_left": "7,15,31",
-    },
+    "talkconv_wmt_en_de_big_1_decoder_layer": {**_BIG, **_ONE_LAYER},
+    "talkconv_wmt_en_de_big_3_decoder_layers": {**_BIG, **_THREE_LAYERS},
     "talkconv_wmt_en_fr_big": {**_BIG, "dropout": 0.1},
     "talkconv_cnndm_std": _CNN_DM,
     "talkconv_cnndm_deep": {

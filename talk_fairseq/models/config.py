@@ -100,7 +100,9 @@ class TaLKConvConfig(TaLKConvUnitConfig, _flat_transformer_config()):
     align_attention: bool = option(
         False, "the attention to the encoder has a learned penalty on distances between positions"
     )
-    follow_attention: bool = option(False, "the attention to the encoder begins by copying on")
+    follow_attention: bool = option(
+        False, "with --copy-attention, it begins by looking at what follows the token just copied"
+    )
 
 
 def add_flags(parser, config):

@@ -30,8 +30,8 @@ class EncoderAttention(MultiheadAttention):
             its learned slope (at first 0) times ``abs(i - j)``. Padding has no position in the
             source, and comes after the tokens of the target.
         follows: with `copies`, keys are the encoder's outputs plus the embedding of the token
-            before, and half of the heads begin with the same projection for queries and keys. So a
-            decoder that has copied a token begins by attending to the next one (induction).
+            before, and half of the heads begin with the same projection for queries and keys but
+            for biases. So a decoder that has copied a token begins by attending to the next one.
 
     Raises ValueError for `copies` with an encoder of another width, and for `follows` alone.
     """
@@ -142,7 +142,8 @@ class EncoderAttention(MultiheadAttention):
 
 def check_padding_of_targets(task):
     """Raise ValueError where `task` pads targets on the left: aligning counts them from there."""
-    if getattr(getattr(task, "cfg", None), "left_pad_target", False):
+    options = (getattr(task, name, None) for name in ("cfg", "args"))  # args: of an older task
+    if any(getattr(option, "left_pad_target", False) for option in options):
         raise ValueError("left_pad_target: expected False with align_attention, got True")
 
 

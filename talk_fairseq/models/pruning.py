@@ -10,14 +10,14 @@ import re
 def kept_layers(name, keep, layers):
     """Return the numbers in `keep`, text like ``"0,2"``, in order; all of `layers` for None.
 
-    Raises ValueError, naming the side `name`, for layers that the model does not have.
+    Raises ValueError, naming the side `name`, for a layer that is not there or named twice.
     """
     if not keep:
         return list(range(layers))
     given = [number.strip() for number in keep.split(",")]
-    if not set(map(str, range(layers))).issuperset(given):
+    if len(set(given)) < len(given) or not set(map(str, range(layers))).issuperset(given):
         raise ValueError(
-            f"{name}_layers_to_keep: expected numbers from 0 to {layers - 1}, such as 0,2, "
+            f"{name}_layers_to_keep: expected different numbers from 0 to {layers - 1}, as in 0,2, "
             f"got {keep!r}"
         )
     return sorted(map(int, given))

@@ -21,9 +21,12 @@ from talk_fairseq.modules import TaLKConvUnit
 def build_unit(cfg, side):
     """Return the ``cfg.unit`` of the next layer of ``side`` (cfg.encoder or cfg.decoder)."""
     max_left, max_right = next(side.windows)  # fairseq builds layers in order, without numbers
+    heads = side.attention_heads if side.talk_heads is None else side.talk_heads
+    if getattr(cfg, "scale_heads", False) and heads > 0 and side.embed_dim % heads:
+        raise ValueError(f"scale_heads: expected heads that divide {side.embed_dim}, got {heads}")
     unit = cfg.unit(
         side.embed_dim,
-        side.talk_heads or side.attention_heads,
+        heads,
         max_left,
         max_right,
         glu=side.glu,

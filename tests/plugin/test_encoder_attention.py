@@ -239,11 +239,9 @@ ORDERS = {  # of 3 sentences with 2 rows each
 }
 
 
-@pytest.mark.parametrize("use_xformers", [False, True])  # fairseq does not use them step by step
 @pytest.mark.parametrize("orders", [*([name] for name in ORDERS), list(ORDERS)], ids=str)
-def test_reorder(orders, use_xformers):
+def test_reorder(orders):
     ours, theirs = attentions()
-    ours.use_xformers = use_xformers
     memory, mask = encoded(7, 3)
     rows = torch.arange(3).repeat_interleave(2)
     state = {}

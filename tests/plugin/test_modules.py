@@ -131,13 +131,16 @@ def test_spread_windows_are_exact_in_every_dtype():
     assert torch.equal(conv.half().windows, windows) and conv.windows.dtype == torch.int32
 
 
-def test_a_checkpoint_with_other_windows_does_not_load():
-    """Nothing else in it tells that a model was trained without them."""
-    new = TaLKConv(8, 4, 7, spread_windows=True)
-    with pytest.raises(RuntimeError, match="Missing key.*windows"):
-        new.load_state_dict(TaLKConv(8, 4, 7).state_dict())
-    with pytest.raises(RuntimeError, match="Unexpected key.*windows"):
-        TaLKConv(8, 4, 7).load_state_dict(new.state_dict())
+def test_spread_windows_follow_from_the_options_alone():
+    """So parameters load with other windows, as without `spread_windows`; steps need no others."""
+    conv = TaLKConv(8, 4, 3, spread_windows=True).double()
+    conv.load_state_dict(TaLKConv(8, 4, 31, spread_windows=True).state_dict())
+    x = torch.randn(40, 1, 8, dtype=torch.float64)
+    state, outs = None, []
+    for row in x.split(1):
+        out, state = conv.step(row, state)
+        outs.append(out)
+    assert torch.allclose(torch.cat(outs), conv(x), rtol=0, atol=1e-12)
 
 
 def test_a_root_of_sums_that_are_not_divided_is_refused():
@@ -187,6 +190,18 @@ def test_steps_equal_a_full_pass(max_left, short_kernel, chunks, root):
         (buffer,) = state.values()
         assert len(buffer["state"].sums) == max_left + 3
     assert torch.allclose(torch.cat(outs), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("short_kernel", [0, 3])
+def test_steps_read_no_padding_inside_a_sequence(short_kernel):
+    unit = TaLKConvUnit(8, 2, 6, short_kernel=short_kernel).eval()
+    x, padding = torch.randn(12, 2, 8), torch.zeros(2, 12, dtype=torch.bool)
+    padding[1, [0, 5, 6]] = True
+    expected, _ = unit(x, key_padding_mask=padding)
+    state = {}
+    for t, row in enumerate(x.split(1)):
+        out, _ = unit(row, key_padding_mask=padding[:, t : t + 1], incremental_state=state)
+        assert torch.allclose(out[0], expected[t], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("short_kernel", [0, 3])
@@ -252,6 +267,7 @@ def test_units_of_one_decoder_keep_their_own_state():
     [
         ((10, 3, 1), "heads: expected a divisor of channels = 10, got 3"),
         ((10, 0, 1), "heads: expected a divisor of channels = 10, got 0"),
+        ((0, 2, 1), "heads: expected a divisor of channels = 0, got 2"),
         ((10, 2, -1), "max_left: expected a whole number of tokens >= 0, got -1"),
         ((10, 2, 1, 1.5), "max_right: expected a whole number of tokens >= 0, got 1.5"),
         ((10, 2, 1, 1, 1.0), "offset_dropout: expected 0 <= p < 1, got 1.0"),
@@ -260,6 +276,10 @@ def test_units_of_one_decoder_keep_their_own_state():
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         TaLKConv(*arguments)
+
+
+def test_a_whole_number_that_is_a_float_is_a_window():
+    assert TaLKConv(8, 2, 3.0)(torch.randn(5, 1, 8)).shape == (5, 1, 8)
 
 
 @pytest.mark.parametrize("shape", [(5, 2, 7), (5, 8), (5, 2, 8, 1)])

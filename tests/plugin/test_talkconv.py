@@ -122,10 +122,11 @@ def test_archs_beyond_the_paper_only_add_to_the_papers(plus, paper):
 
 def test_aligning_takes_targets_that_begin_on_the_left():
     """As generators give them, whose steps count from the first token."""
-    padded = SimpleNamespace(**vars(task()), cfg=SimpleNamespace(left_pad_target=True))
-    assert build_model(from_flags("--arch", "talkconv_plus", "--no-align-attention"), padded)
-    with pytest.raises(ValueError, match="left_pad_target: expected False with align_attention"):
-        build_model(from_flags("--arch", "talkconv_plus"), padded)
+    for options in "cfg", "args":  # the second of tasks without a dataclass
+        padded = SimpleNamespace(**vars(task()), **{options: SimpleNamespace(left_pad_target=True)})
+        assert build_model(from_flags("--arch", "talkconv_plus", "--no-align-attention"), padded)
+        with pytest.raises(ValueError, match="left_pad_target: expected False with align_attent"):
+            build_model(from_flags("--arch", "talkconv_plus"), padded)
 
 
 def test_a_variant_has_the_options_of_its_base():
@@ -223,6 +224,8 @@ def test_window_list(text, layers, expected):
         ("--input-dropout 2", "input_dropout: expected 0 <= p < 1, got 2"),
         ("--decoder-max-left=-1x6", "decoder_max_left: expected windows of at least 0"),
         ("--encoder-talk-heads 7", "heads: expected a divisor of channels = 512, got 7"),
+        ("--encoder-talk-heads 0", "heads: expected a divisor of channels = 512, got 0"),
+        ("--decoder-conv-dim 0", "heads: expected a divisor of channels = 0, got"),
         ("--offset-dropout 1.5", "offset_dropout: expected 0 <= p < 1, got 1.5"),
         ("--cross-self-attention", "cross_self_attention: expected False"),
     ],
@@ -275,9 +278,9 @@ def test_only_one_side_is_pruned():
     assert torch.equal(pruned.decoder.layers[1].fc1.weight, full.decoder.layers[1].fc1.weight)
 
 
-@pytest.mark.parametrize("layers", ["3", "-1", "0,a"])
+@pytest.mark.parametrize("layers", ["3", "-1", "0,a", "1,1"])
 def test_layers_that_are_not_there_are_not_kept(layers):
-    message = "encoder_layers_to_keep: expected numbers from 0 to 2, such as 0,2, got "
+    message = "encoder_layers_to_keep: expected different numbers from 0 to 2, as in 0,2, got "
     with pytest.raises(ValueError, match=message):
         build(from_flags(*FLAGS, f"--encoder-layers-to-keep={layers}"))
 

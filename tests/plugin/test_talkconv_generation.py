@@ -80,6 +80,12 @@ def test_batch_and_padding_change_nothing(corpus, trained):
             assert score == pytest.approx(alone[sentence][0], abs=1.1e-4)
 
 
+def repeats(text):
+    """Return whether two words that stand together do so again."""
+    words = text.split()
+    return len(set(zip(words, words[1:]))) < len(words) - 1
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -113,6 +119,15 @@ def test_generation_modes(corpus, trained, flags):
                 weights = torch.tensor([list(map(float, word.split(","))) for word in words])
                 assert weights.shape == (length + 1, len(sources[sentence].split()) + 1)
                 assert torch.allclose(weights.sum(dim=1), torch.ones(length + 1), atol=1e-4)
+    plain = hypotheses(generate(corpus, trained, "--beam", 4 if "--beam 4" in flags else 2))
+    if any(flag in flags for flag in ("sampling", "diverse", "dropout", "fp16")):
+        assert any(found[sentence][0] != plain[sentence][0] for sentence in found)
+    if "fp16" in flags:
+        for sentence, (score, _) in found.items():
+            assert score == pytest.approx(plain[sentence][0], abs=0.05)
+    if "ngram" in flags:
+        repeated = [repeats(text) for _, text in plain.values()]
+        assert any(repeated) and not any(repeats(text) for _, text in found.values())
     if "prefix" in flags:
         targets = dict(re.findall(r"^T-(\d+)\t(.*)$", printed, re.M))
         for sentence, (_, text) in found.items():

@@ -28,7 +28,9 @@ from building_lm import (
     tiny,
     windows,
 )
+from fairseq.dataclass.configs import EMAConfig
 from fairseq.models import build_model
+from fairseq.models.ema import EMA
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -275,6 +277,10 @@ def test_a_variant_of_the_unit_is_an_attribute_of_the_model():
         (f"{CHARACTERS} {SHARED}", "character_embeddings: expected False with share_decoder_inp"),
         (f"{SHARED} --adaptive-softmax-cutoff 9", "adaptive_softmax_cutoff: expected None with s"),
         (f"{SHARED} --decoder-input-dim 64", "decoder_output_dim: expected 64 with share_decoder"),
+        (
+            "--scale-heads --decoder-conv-dim 60 --decoder-talk-heads 6",
+            "scale_heads: expected heads that divide 512, got 6",
+        ),
         ("--adaptive-softmax-cutoff 61", "adaptive_softmax_cutoff: expected rising cutoffs"),
         ("--character-embeddings --character-filters 3", "character_filters: expected pairs of"),
     ],
@@ -358,6 +364,19 @@ def test_it_learns(flags):
         loss.backward()
         optimizer.step()
     assert before > 3 and loss.item() < 0.6 * before
+
+
+def test_a_moving_average_of_its_parameters():
+    """``--store-ema`` takes all that a checkpoint holds to be floating-point numbers."""
+    model = tiny("--spread-windows")
+    average = EMA(model, EMAConfig(store_ema=True, ema_decay=0.5))
+    start = model.decoder.layers[0].fc1.weight.detach().clone()
+    with torch.no_grad():
+        model.decoder.layers[0].fc1.weight.zero_()
+    average.step(model, 1)
+    assert torch.allclose(average.model.decoder.layers[0].fc1.weight, start / 2)
+    windows = model.decoder.layers[1].self_attn.conv.windows
+    assert torch.equal(average.model.decoder.layers[1].self_attn.conv.windows, windows)
 
 
 def test_it_is_causal():

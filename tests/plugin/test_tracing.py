@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("fairseq")
 
-import test_talkconv
-import test_talkconv_lm
+import building
+import building_lm
 from fairseq.models import build_model
 
 from conftest import SMALL, SMALL_LM
@@ -25,15 +25,15 @@ class Scores(torch.nn.Module):
 
 def translation(tokens, *flags):
     """A small model and its arguments: source, lengths and target."""
-    cfg = test_talkconv.from_flags(*SMALL, *flags)
+    cfg = building.from_flags(*SMALL, *flags)
     lengths = tokens.ne(1).sum(1)  # 1 is padding
-    return build_model(cfg, test_talkconv.task()), (tokens, lengths, tokens.flip(1)[:, :5])
+    return build_model(cfg, building.task()), (tokens, lengths, tokens.flip(1)[:, :5])
 
 
 def language_model(tokens, *flags):
     """A small model and its argument."""
-    cfg = test_talkconv_lm.from_flags(*SMALL_LM, *flags)
-    return build_model(cfg, test_talkconv_lm.task()), (tokens,)
+    cfg = building_lm.from_flags(*SMALL_LM, *flags)
+    return build_model(cfg, building_lm.task()), (tokens,)
 
 
 @torch.no_grad()

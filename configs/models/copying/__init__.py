@@ -23,7 +23,10 @@ from talk_fairseq.models.encoder_attention import EncoderAttention, check_paddin
 
 
 class CopiedEncoder(LightConvEncoder):
-    """fairseq's, whose outputs (T, B, C) are followed by the tokens' embeddings: (T, B, 2C)."""
+    """fairseq's, whose outputs (T, B, C) are followed by the tokens' embeddings: (T, B, 2C).
+
+    It looks tokens up twice, so the criterion `simcut` would cut the two apart.
+    """
 
     def forward(self, src_tokens, src_lengths=None):
         out = super().forward(src_tokens, src_lengths)

@@ -35,10 +35,6 @@ class Retention(nn.Module):
         for linear in (self.q, self.k, self.v, self.gate):
             nn.init.xavier_uniform_(linear.weight, gain=2**-2.5)
         nn.init.xavier_uniform_(self.out.weight)
-        decay = 1 - 2.0 ** (-5 - torch.arange(heads))
-        self.register_buffer("decay", decay.view(-1, 1, 1), persistent=False)
-        angle = 1e4 ** -torch.linspace(0, 1, self.head_dim // 2)
-        self.register_buffer("angle", angle, persistent=False)
 
     def forward(self, query, key=None, value=None, key_padding_mask=None, incremental_state=None,
                 need_weights=False, attn_mask=None):  # fmt: skip
@@ -46,23 +42,31 @@ class Retention(nn.Module):
         T = len(query)
         buffer = self._get_input_buffer(incremental_state)
         t = torch.arange(T, device=query.device)
-        turn = torch.outer(t + buffer.get("steps", 0), self.angle)
+        # Halves have too few digits for decays close to 1, and for the state.
+        exact = torch.promote_types(query.dtype, torch.float32)
+        decay, angle = self.decays_and_angles(exact, query.device)
+        turn = torch.outer(t + buffer.get("steps", 0), angle)
         turn = torch.polar(torch.ones_like(turn), turn)
-        q, k = self._of_heads(self.q(query)), self._of_heads(self.k(query)) * self.head_dim**-0.5
-        q, k = (_turned(x, turn) for x in (q, k))
-        v = self._of_heads(self.v(query))
+        q, k, v = (self._of_heads(linear(query).to(exact)) for linear in (self.q, self.k, self.v))
+        q, k = _turned(q, turn), _turned(k * self.head_dim**-0.5, turn)
         if key_padding_mask is not None:
             v = v.masked_fill(key_padding_mask[:, None, :, None], 0)
-        heads = (q @ k.mT * (self.decay ** (t[:, None] - t).clamp(min=0)).tril()) @ v
+        heads = (q @ k.mT * (decay ** (t[:, None] - t).clamp(min=0)).tril()) @ v
         if incremental_state is not None:
             if "past" in buffer:
-                heads = heads + self.decay ** (t[:, None] + 1) * (q @ buffer["past"])
-            new = k.mT @ (self.decay ** (T - 1 - t[:, None]) * v)
-            past = self.decay**T * buffer["past"] + new if buffer else new
+                heads = heads + decay ** (t[:, None] + 1) * (q @ buffer["past"])
+            new = k.mT @ (decay ** (T - 1 - t[:, None]) * v)
+            past = decay**T * buffer["past"] + new if buffer else new
             buffer = {"past": past, "steps": buffer.get("steps", 0) + T}
             self.set_incremental_state(incremental_state, "retention", buffer)
         heads = F.rms_norm(heads, heads.shape[-1:]).permute(2, 0, 1, 3).flatten(-2)
         return self.out(F.silu(self.gate(query)) * heads.to(query.dtype)), None
+
+    def decays_and_angles(self, dtype, device):
+        """Return the decay (H, 1, 1) of each head, and the angle (R / 2,) of each pair."""
+        options = {"dtype": dtype, "device": device}
+        decay = 1 - 2.0 ** (-5 - torch.arange(self.num_heads, **options))
+        return decay.view(-1, 1, 1), 1e4 ** -torch.linspace(0, 1, self.head_dim // 2, **options)
 
     def _of_heads(self, x):
         """x (T, B, C) -> (B, H, T, R)."""
@@ -79,8 +83,8 @@ class Retention(nn.Module):
 
 def _turned(x, turn):
     """Multiply pairs of the channels of x (B, H, T, R), as complex numbers, by turn (T, R / 2)."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * turn).flatten(-2)
 
 
 @register_model("retention_lm", dataclass=TransformerLanguageModelConfig)
