@@ -3,6 +3,9 @@
 set -euo pipefail
 
 scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-"$scripts/setup.sh" >&2
+case " $* " in
+    *' -h '* | *' --help '*) [[ -x $scripts/../.venv/bin/python ]] || "$scripts/setup.sh" >&2 ;;
+    *) "$scripts/setup.sh" >&2 ;;
+esac
 export PYTHONWARNINGS=ignore # fairseq calls much that PyTorch has deprecated
 exec "$scripts/../.venv/bin/python" "$scripts/run.py" "$@"

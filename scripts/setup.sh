@@ -70,6 +70,9 @@ find_python() {
         "PYTHON=/path/to/it${fairseq:+, or install the operator alone: scripts/setup.sh operator}"
 }
 
+# One at a time: a second one waits, and finds the work of the first done.
+! command -v flock >/dev/null || { exec 9<scripts/setup.sh && flock 9; }
+
 # What was installed, from what: the same answer again means that there is nothing to do. It stands
 # there, without an answer, from the moment that .venv is made.
 stamp=.venv/installed

@@ -52,6 +52,7 @@ def test_parameters_are_within_five_percent(tmp_path, preset, task):
         (["--systems", "talkconv,rnn"], "--systems: expected some of talkconv,"),
         (["--task", "lm", "--systems", "convs2s"], "--systems: expected some of"),
         (["--lr", "1e-3,much"], "--lr: expected positive numbers or best, got '1e-3,much'"),
+        (["--out", "run_12:30"], "--out: expected a path without ':', got"),
         (["--lr", "0"], "--lr: expected positive numbers"),
         (["--lr", "best,1e-3"], "--lr: expected positive numbers or best, got 'best,1e-3'"),
         (["--preset", "gpu", "--lr", "best"], "--lr: expected numbers for talkconv, whose best"),

@@ -21,6 +21,22 @@ def test_p_of_a_paired_bootstrap():
     assert paired_bootstrap(baseline, baseline) == 1
 
 
+def test_translations_that_are_the_same_do_not_differ(tmp_path):
+    references = ["a small tool is here", "one large tool is there", "the tools are old"] * 10
+    (tmp_path / "test.en").write_text("".join(f"{line}\n" for line in references))
+    names = ("talkconv", "transformer", "lightconv")
+    for name, lines in zip(names, (references, references, ["a tool is here"] * 30)):
+        folder = tmp_path / name / "1/generated"
+        folder.mkdir(parents=True)
+        text = "".join(f"D-{n}\t-0.1\t{line}\n" for n, line in enumerate(lines))
+        (folder / "generate-test.txt").write_text(text)
+    systems = {name: {"seeds": {"1": {}}} for name in names}
+    results = {"task": "mt", "reference": "talkconv", "systems": systems}
+    score(results, tmp_path, ["es", "en"], lambda *run: tmp_path.joinpath(*run))
+    assert [systems[name]["p"] for name in names[:2]] == [None, 1]
+    assert systems["lightconv"]["p"] < 0.01
+
+
 def test_scores_of_summaries_are_of_each_seed(tmp_path):
     corpus, references = tmp_path / "corpus", ["a small tool", "one large tool", "the tools"] * 20
     corpus.mkdir()

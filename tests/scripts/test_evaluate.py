@@ -419,6 +419,11 @@ def test_what_is_not_the_published_data():
     assert evaluate.other_data({"checks": checks}) == ["lines of b"]
 
 
+def test_data_of_ones_own_needs_no_script(tmp_path):
+    with pytest.raises(BadInput, match="expected prepared.json, see docs/recipes.md, in .*, got"):
+        evaluate.read_prepared("billion_word/talkconv", tmp_path)
+
+
 # --- Tuning ---
 
 
@@ -493,7 +498,8 @@ def test_missing_files_are_named(capfd, verses, trained, tmp_path):
     line = refusal(capfd, EN_DE, tmp_path / "none", "--data", verses, *SPANISH)
     assert line == f"CHECKPOINTS: expected {tmp_path / 'none'}, got none"
     line = refusal(capfd, EN_DE, trained, "--data", tmp_path, *SPANISH)
-    assert line.startswith("--data: expected the folder of scripts/prepare_wmt16_en_de.sh, got ")
+    expected = "--data: expected prepared.json, see scripts/prepare_wmt16_en_de.sh, in "
+    assert line.startswith(expected)
     short = tmp_path / "short"
     shutil.copytree(verses, short)
     (short / "tokenized.test.en").write_text("one line\n")

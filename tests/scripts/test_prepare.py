@@ -1,6 +1,7 @@
 """The prepare scripts on tiny archives in the published layouts."""
 
 import functools
+import gzip
 import json
 import os
 import shutil
@@ -171,6 +172,16 @@ def test_wikitext(tmp_path):
     sentences = lines(output / "test.en")
     assert len(dataset(output, "test")[0]) == len(sentences)
     assert words.index("<unk>") == words.unk()
+
+
+def test_another_vocabulary_is_not_the_recipe(tmp_path, capfd):
+    output, prepared = tiny("iwslt14_de_en", tmp_path)
+    check = {"what": "words of a dictionary", "found": 400, "published": [10_000]}
+    assert check in prepared["checks"]
+    arguments = ("iwslt14_de_en", "--data", tmp_path / "data", "--output", output)
+    line = refusal(capfd, *arguments, "--vocabulary", 500)
+    assert f"--vocabulary: expected 400 of {output}, got 500" in line
+    assert prepare(*arguments, "--vocabulary", 400) == prepare(*arguments) == 0
 
 
 def test_pretokenized_data_is_taken_as_it_is(tmp_path, capfd):
@@ -423,8 +434,9 @@ def test_what_is_there_twice(tmp_path):
         prepare_archives.gather({"wiki.test.tokens"}, found, {}, tmp_path / "two")
     (tmp_path / "two.zip").unlink()
     shutil.rmtree(tmp_path / "two")
-    # Copies of one file do no harm.
+    # Copies of one file do no harm, nor does what it was unpacked from.
     (tmp_path / "b/wiki.test.tokens").write_text("a")
+    (tmp_path / "b/wiki.test.tokens.gz").write_bytes(gzip.compress(b"a"))
     prepare_archives.gather({"wiki.test.tokens"}, [tmp_path], {}, tmp_path / "extracted")
     # A folder unpacked beside its archive is read in place of it.
     shutil.rmtree(tmp_path / "b")

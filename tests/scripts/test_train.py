@@ -163,8 +163,8 @@ def test_paths_are_absolute_and_quoted(tmp_path, monkeypatch):
     assert words["checkpoint.save_dir"] == f"'{tmp_path}/a=b/it\\'s'"
     assert words["common.tensorboard_logdir"] == f"'{tmp_path}/a=b/it\\'s/tensorboard'"
     words = planned("iwslt14_de_en/talkconv", "--devices", "1").words
-    assert words["task.data"] == train.hydra_value(ROOT / "data-bin/iwslt14_de_en")
-    assert words["checkpoint.save_dir"] == train.hydra_value(
+    assert words["task.data"] == config.hydra_value(ROOT / "data-bin/iwslt14_de_en")
+    assert words["checkpoint.save_dir"] == config.hydra_value(
         ROOT / "checkpoints/iwslt14_de_en/talkconv"
     )
 
@@ -180,6 +180,26 @@ def test_overrides_need_no_quotes_of_hydra():
     assert words["common.seed"] == "7"
 
 
+@pytest.mark.parametrize(
+    "override, value",
+    [
+        ("model.encoder_max_left=1x2,3x5", "1x2,3x5"),
+        ("optimizer.adam_betas=(0.9, 0.98)", "(0.9, 0.98)"),
+        ("checkpoint.save_dir=/tmp/a=b", "/tmp/a=b"),
+        ("checkpoint.save_dir=/home/josé/[x]/y", "/home/josé/[x]/y"),
+    ],
+)
+def test_training_and_evaluation_take_the_same_overrides(override, value):
+    key = override.partition("=")[0]
+    composed = evaluate.composed("iwslt14_de_en/talkconv", [override])
+    assert OmegaConf.select(composed, key) == value
+    (word,) = config.hydra_words([override])
+    assert (
+        planned("iwslt14_de_en/talkconv", "--devices", "1", override).words[key]
+        == (word.partition("=")[2])
+    )
+
+
 # --- Mistakes ---
 
 
@@ -190,7 +210,10 @@ def test_mistakes(folder, tmp_path, monkeypatch):
     assert "got 'xyz'" in refused("xyz")
     assert "at most the 2 GPUs" in refused(name, "--devices", "3", dry_run=False)
     assert "GROUP.KEY=VALUE, got 'dropout=0'" in refused(name, "dropout=0")
+    assert "overrides: expected YAML after =, got" in refused(name, "task.data=[x]/y")
     assert "on the CPU, got fp16" in refused(name, "--cpu", "--precision", "fp16")
+    assert "--data: expected a path without ':', got" in refused(name, "--data", "run_12:30")
+    assert "--save-dir: expected a path without ':'" in refused(name, "--save-dir", "a:b")
     message = refused(name, "--data", str(tmp_path / "none"), dry_run=False)
     assert "expected binarised data, with dict*.txt, in" in message
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
@@ -274,7 +297,7 @@ def test_ones_own_yaml(tmp_path, monkeypatch):
         assert command[command.index("--config-dir") + 1] == str(tmp_path / "own")
         assert command[command.index("--config-name") + 1] == "mine"
         assert plan.words["task.data"] == str(tmp_path / "bin")
-        assert plan.words["checkpoint.save_dir"] == train.hydra_value(ROOT / "checkpoints/mine")
+        assert plan.words["checkpoint.save_dir"] == config.hydra_value(ROOT / "checkpoints/mine")
         assert plan.words["optimization.update_freq"] == "[1]"
         assert plan.words["distributed_training.distributed_world_size"] == "1"
     assert planned("own/mine.yaml", "--data", "d").words["task.data"] == str(tmp_path / "d")
@@ -529,3 +552,22 @@ def test_ablation_keeps_other_settings_apart(tmp_path, monkeypatch, capsys):
     assert "expected results of ablation_7_relu with the same" in capsys.readouterr().err
     assert ablation.main([*start, *second, "model.droput=0.2"]) == 2
     assert "model.droput: Key" in capsys.readouterr().err
+
+
+def test_two_ablations_at_once_keep_the_rows_of_both(tmp_path, monkeypatch):
+    (tmp_path / "prepared.json").write_text(json.dumps(PREPARED | {"checks": []}))
+    rows = ["ablation_1_one_window", "ablation_2_normalised"]
+
+    def command(row):
+        arguments = ["--data", str(tmp_path), "--results", str(tmp_path / "ablation.json")]
+        return ablation.main([*arguments, "--rows", row, "--seeds", "1"])
+
+    def score(row, seed, args):
+        """The other command begins and ends while the first one trains."""
+        if row == rows[0]:
+            assert command(rows[1]) == 0
+        return 35.0
+
+    monkeypatch.setattr(ablation, "score", score)
+    assert command(rows[0]) == 0
+    assert json.loads((tmp_path / "ablation.json").read_text()).keys() == set(rows)

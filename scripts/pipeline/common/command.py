@@ -51,6 +51,12 @@ def run_module(name, *arguments, lock=None):
     ).returncode
 
 
+def check_path(option, path):
+    """Raise BadInput for a path that fairseq would take for several."""
+    if os.pathsep in str(path):
+        raise BadInput(f"{option}: expected a path without {os.pathsep!r}, got {path}")
+
+
 def in_shell(script, *words):
     """Return a command of ``scripts/SCRIPT.sh`` as a line that a shell takes."""
     return shlex.join([f"scripts/{script}.sh", *map(str, words)])

@@ -31,8 +31,10 @@ def write_json(path, value):
     write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def read_json(path):
-    """Return what the JSON file `path` holds. Raises ValueError, naming it, for anything else."""
+def read_json(path, missing=None):
+    """Return what a JSON file holds, or what is given as `missing`. ValueError names a bad file."""
+    if missing is not None and not path.exists():
+        return missing
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -40,8 +42,11 @@ def read_json(path):
 
 
 def read_lines(path):
-    """Return the lines of a text file; only a line feed ends one."""
-    text = path.read_bytes().decode("utf-8")
+    """Return the lines of a text file; only a line feed ends one. ValueError if it is not UTF-8."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected UTF-8 text, got {error}") from None
     return text.removesuffix("\n").split("\n") if text else []
 
 

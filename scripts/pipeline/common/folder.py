@@ -3,7 +3,7 @@
 import fcntl
 from collections.abc import Mapping
 
-from pipeline.common.command import BadInput
+from pipeline.common.command import BadInput, check_path
 from pipeline.common.files import read_json, remove, write_json
 
 
@@ -29,6 +29,7 @@ class Folder:
 
     def check(self):
         """Raise BadInput unless the folder can hold such a run. Makes nothing."""
+        check_path(self.option, self.path)
         if self.path.exists() and not self.path.is_dir():
             raise BadInput(f"{self.option}: expected a folder, got the file {self.path}")
         if self.settings.exists() or not self.path.exists():

@@ -165,10 +165,8 @@ def notes(results):
                       for name, speed in measured.items())  # fmt: skip
         yield f"Billions of operations of an update, in products: {', '.join(operations)}."
     yield "Speeds: medians of turns in one process; peak memory: of a training step."
-    if results["preset"] != "gpu":
-        yield "Float32; matrix products in bfloat16 where the processor has it."
-    else:
-        yield "Float16."
+    on_cpu = "Float32; matrix products in bfloat16 where the processor has it."
+    yield "Float16." if results["preset"] == "gpu" else on_cpu
 
 
 def validation_figure(results):

@@ -55,11 +55,13 @@ def score_translations(results, corpus, languages, folder_of):
         tested = names[0] == reference
         if tested:
             results["baseline"] = reference
+        texts = dict(named)
         for name, result in zip(scores["System"], scores["BLEU"]):
+            same = texts[name] == texts[names[0]]  # which sacreBLEU takes for a difference
             systems[name]["seeds"][seed].update(
                 bleu=result.score,
                 interval=[result.mean - result.ci, result.mean + result.ci],
-                p=result.p_value if tested else None,
+                p=(1.0 if result.p_value and same else result.p_value) if tested else None,
             )
     for row in systems.values():
         if seeds := row["seeds"].values():
@@ -123,8 +125,8 @@ def score_summaries(results, corpus, languages, folder_of):
 def paired_bootstrap(scores, baseline):
     """Return p of the difference between two means of scores of the same texts.
 
-    It is the share of 1,000 resamples whose difference is as far from their mean as the one that
-    was found is from 0, as sacreBLEU computes it.
+    It is the share of 1,000 resamples whose difference is as far from their mean, on either side,
+    as the one that was found is from 0. (That of sacreBLEU counts about one side.)
     """
     differences = np.subtract(scores, baseline)
     count = len(differences)

@@ -57,8 +57,6 @@ docs/compare.md says more, and what is in the folder; docs/results.md has what w
   --task summ   summaries: ROUGE, beside that of the first words of the source; needs --data, with
                 {train,valid,test}.{source,target}
 
-There is no ConvS2S for language models and summaries.
-
 Run it again to go on where it stopped; add --systems or --seeds to the same folder to compare more.
 """
 MADE = ("speeds.json", "prepare.log", "compare.md", "results.json", "validation.png", "speed.png")
@@ -413,7 +411,7 @@ class Comparison:
             if self.is_trained(name, seed):
                 checkpoints.setdefault(name, self.run_folder(name, seed) / "averaged.pt")
         points = {name: self.points[name] for name in checkpoints}
-        rows = read_json(path) if path.exists() else {}
+        rows = read_json(path, {})
         there = {name: (len(row["training"]["turns"]), row["rate"]) for name, row in rows.items()}
         if there != {name: (self.args.turns, point) for name, point in points.items()}:
             remove(path)  # ratios are of one measurement

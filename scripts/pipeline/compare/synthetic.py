@@ -202,9 +202,9 @@ def compare(args, systems):
     for task, name in runs:
         runs.set_description(f"{task}, {name}")
         results[name][task] = measure(systems[name], task, args)
-        write_json(args.output.with_suffix(".json"), record)
+        write_json(Path(f"{args.output}.json"), record)
     print(text := table(results, args.tasks))
-    write_whole(args.output.with_suffix(".md"), text + "\n")
+    write_whole(Path(f"{args.output}.md"), text + "\n")
 
 
 def main(arguments=None):

@@ -69,7 +69,8 @@ def gather(wanted, locations, archives, folder):
             if path.name in archives or (path == place and name.endswith(SUFFIXES)):
                 packed.append(path)
             elif name in wanted and path.is_file():
-                add(name, path)
+                plain = path.with_name(name)  # of which a .gz beside it is a copy
+                add(name, plain if plain.is_file() else path)
     for number, archive in enumerate(packed):
         unpacked = folder / f"{number}_{archive.name}"
         starts = archives.get(archive.name, "")

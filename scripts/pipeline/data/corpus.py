@@ -78,6 +78,8 @@ def prepare(corpus, languages, vocabulary, output, cut_source=None):
     kept (None: all). Raises ValueError for a sentence to translate that is too long, and if the
     pieces cannot be learnt.
     """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"--output: expected a new folder, got {output}, which holds other things")
     partial = output.with_name(output.name + ".partial")
     remove(partial)
     (partial / "pieces").mkdir(parents=True)
@@ -153,7 +155,12 @@ def main(arguments=None):
     add("--data", type=Path, required=True, help="folder with the corpus")
     add("--source-lang", required=True)
     add("--target-lang", help="leave out for a corpus of one language")
-    add("--vocabulary", type=int, default=4000, help="pieces to learn (default: 4000)")
+    add(
+        "--vocabulary",
+        type=command.at_least(1),
+        default=4000,
+        help="pieces to learn (default: 4000)",
+    )
     add("--cut-source", type=command.at_least(1), metavar="N", help="keep the first N pieces of "
         "each source; a document may have 1,000")  # fmt: skip
     add("--output", type=Path, required=True, help="folder to write")

@@ -1,7 +1,7 @@
 """Prepare a benchmark of the papers: from published archives to a folder that fairseq trains on.
 
 ``scripts/prepare_BENCHMARK.sh`` runs this. What a benchmark consists of, and how many lines that
-is, stands in benchmarks.py. The stages are
+is, stands in benchmarks.yaml. The stages are
 
     plain -> tokenized -> pieces -> data-bin
 
@@ -190,6 +190,7 @@ def write_pieces(prep):
                 writer.write(pieces)
         prep.prepared["lines"][split] = writer.lines
     prep.check_cleaned("pieces")
+    prep.check("words of a dictionary", prep.vocabulary, [benchmark.vocabulary], exact=False)
 
 
 def copy_pretokenized(prep):
@@ -269,8 +270,7 @@ def stages_of(prep):
 def go_on(prep):
     """Run the stages that are left to do."""
     record = prep.folder / "prepared.json"
-    if record.exists():
-        prep.prepared = read_json(record)
+    prep.prepared = read_json(record, prep.prepared)
     prep.folder.mkdir(exist_ok=True)
     for name, (write, used) in stages_of(prep).items():
         if name not in prep.prepared["stages"]:
@@ -290,7 +290,13 @@ def prepare(prep):
     if output.exists() and not ready.exists() and (not output.is_dir() or any(output.iterdir())):
         raise BadInput(f"--output: expected a new folder, got {output}, which holds other things")
     if ready.exists() and not restart:
-        print(f"{output} is ready; --restart prepares it again")
+        there, again = read_json(ready)["settings"], "--restart prepares it again"
+        for name in ("vocabulary", "pretokenized"):
+            if (given := getattr(prep.args, name)) and given != there[name]:
+                raise BadInput(
+                    f"--{name}: expected {there[name]} of {output}, got {given}; {again}"
+                )
+        print(f"{output} is ready; {again}")
         return
     with closing(Folder(prep.folder.parent, "preparation", ["made"], "--output")) as folder:
         folder.open(prep.prepared["settings"], restart)

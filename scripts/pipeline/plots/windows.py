@@ -1,8 +1,6 @@
 """Draw where the heads of a TaLK model look.
 
-    plot_windows.py quickstart/averaged.pt --data quickstart/binarised \\
-        --sentencepiece quickstart/corpus/sentencepiece.model \\
-        --text "Así alumbre vuestra luz delante de los hombres."
+    plot_windows.py model.pt --data … --sentencepiece … --text "Así alumbre vuestra luz."
     plot_windows.py model.pt --data … --sentencepiece … --corpus test.es --corpus-target test.en
     plot_windows.py my_checkpoints/checkpoint_best.pt --user-dir my_variant --data … --text …
 

@@ -120,7 +120,7 @@ def ablate(args):
         print("\n".join(in_shell(*step) for steps in runs for step in steps))
         return
     others = {row: other_settings(row, args) for row in args.rows}
-    results = read_json(args.results) if args.results.exists() else {}
+    results = read_json(args.results, {})
     for row in args.rows:
         if not others[row].items() <= results.get(row, others[row]).items():
             raise BadInput(
@@ -137,6 +137,8 @@ def ablate(args):
                 scores[str(seed)] = score(row, seed, args)
             except Failed as error:
                 raise Failed(f"{row}, seed {seed}: {error}") from None
+            results = read_json(args.results, {})  # to which others may have added
+            scores = results.get(row, {}).get("seeds", {}) | scores
             results[row] = {"seeds": scores, **summary(scores), **others[row]}
             write_json(args.results, dict(sorted(results.items())))
     print(table(results))

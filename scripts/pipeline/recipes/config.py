@@ -70,14 +70,32 @@ def from_header(name, field):
     return re.search(rf"^# {field}: +(.*)$", text, re.MULTILINE)[1]
 
 
+def hydra_value(value):
+    """Return `value` for Hydra's command line, quoted where it needs to be and is not."""
+    value = str(value)
+    if re.fullmatch(r"""'.*'|".*"|\[.*\]|\{.*\}|[\w./:@%+-]*""", value, re.ASCII | re.DOTALL):
+        return value
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def hydra_words(overrides):
+    """Return ``["GROUP.KEY=VALUE", …]`` as words of Hydra's command line."""
+    pairs = (override.lstrip("+").split("=", 1) for override in overrides)
+    return [f"++{key}={hydra_value(value)}" for key, value in pairs]
+
+
 def with_overrides(config, overrides):
     """Return a copy of `config` with ``["GROUP.KEY=VALUE", …]``, read as YAML, in it."""
     for override in overrides:
         if not re.match(r"\+{0,2}\w+\.[\w.]+=", override):
             raise BadInput(f"overrides: expected GROUP.KEY=VALUE, got {override!r}")
-    return OmegaConf.merge(
-        config, OmegaConf.from_dotlist([override.lstrip("+") for override in overrides])
-    )
+    try:
+        given = OmegaConf.from_dotlist([override.lstrip("+") for override in overrides])
+    except yaml.YAMLError as error:
+        raise BadInput(
+            f"overrides: expected YAML after =, got {' '.join(str(error).split())}"
+        ) from None
+    return OmegaConf.merge(config, given)
 
 
 def groups_of(config):

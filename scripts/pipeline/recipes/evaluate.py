@@ -21,6 +21,7 @@ from pipeline.common.command import BadInput
 from pipeline.common.files import read_json, read_lines, write_json, write_lines, write_whole
 from pipeline.common.logs import read_hypotheses
 from pipeline.common.paths import ROOT
+from pipeline.data.benchmarks import BENCHMARKS
 from pipeline.recipes import config as configs
 from pipeline.recipes.average import EPOCHS, UPDATES, average_checkpoints, find_checkpoints, save
 from talk_fairseq.checkpoint_files import read_checkpoint
@@ -38,6 +39,7 @@ REPORTED = {
     "wikitext103": "perplexity",
     "wmt16_en_de": "compound_split_tokenised_bleu",
     "wmt17_zh_en": "sacrebleu",
+    "billion_word": "perplexity",
     "cnn_dm": "rouge_lsum",
 }
 # What --tune tries, one key after the other; the recipe's own value comes first.
@@ -128,7 +130,7 @@ def parse(arguments):
 
 def append_result(path, result):
     """Add a line to the JSON list in `path`. Raises ValueError if there is something else."""
-    results = read_json(path) if path.exists() else []
+    results = read_json(path, [])
     if not isinstance(results, list):
         raise ValueError(f"--results: expected a JSON list in {path}, got something else")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +143,8 @@ def read_prepared(name, data):
     benchmark = name.partition("/")[0]
     path = data / "prepared.json"
     if not path.exists():
-        raise BadInput(f"--data: expected the folder of scripts/prepare_{benchmark}.sh, got {data}")
+        named = f"scripts/prepare_{benchmark}.sh" if benchmark in BENCHMARKS else "docs/recipes.md"
+        raise BadInput(f"--data: expected prepared.json, see {named}, in {data}, got none")
     prepared = read_json(path)
     if prepared["benchmark"] != benchmark:
         raise BadInput(f"--data: expected {benchmark} in {data}, got {prepared['benchmark']}")
@@ -320,7 +323,7 @@ def composed(given, overrides):
     initialize.hydra_init(path.stem)
     try:
         with initialize_config_dir(str(path.parent), version_base="1.1"):
-            cfg = compose(path.stem, ["++" + override.lstrip("+") for override in overrides])
+            cfg = compose(path.stem, configs.hydra_words(overrides))
     except HydraException as error:
         raise BadInput(f"overrides: {str(error).partition(chr(10))[0]}") from None
     initialize.add_defaults(cfg)

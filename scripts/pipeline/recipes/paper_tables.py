@@ -1,8 +1,5 @@
 """Print tables 2 to 5 and 7 of the TaLK paper, with the scores of results/ beside the paper's.
 
-    scripts/results_table.py
-    scripts/results_table.py --results elsewhere/results
-
 The paper's scores, also of the peers, are those in the headers of configs/. Measured is the last
 result of a recipe as it is, on the published data; results with other settings are listed below the
 tables, not in them.
@@ -71,8 +68,7 @@ def paper(name):
 def measured(name, scores, folder):
     """Return ``(cell, notes)``: the last scores of the recipe as it is, and a note on others."""
     cell, notes = NOTHING, []
-    path = folder / f"{name}.json"
-    for result in read_json(path) if path.exists() else []:
+    for result in read_json(folder / f"{name}.json", []):
         others = [*result["changed"], *result["other_data"]]
         if result["split"] != "test":
             others.append(f"scored on {result['split']}")
@@ -102,9 +98,7 @@ def tables(folder):
                 notes += more
             rows.append(row)
         texts.append(f"**{title}**\n\n" + markdown(headings, rows))
-    path = folder / "iwslt14_de_en/ablation.json"
-    results = read_json(path) if path.exists() else {}
-    rows = []
+    results, rows = read_json(folder / "iwslt14_de_en/ablation.json", {}), []
     for label, row in ABLATION.items():
         cell, result = NOTHING, results.get(row)
         if result and (result["changed"] or result["other_data"]):

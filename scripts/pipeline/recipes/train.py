@@ -10,7 +10,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from pipeline.common import command
-from pipeline.common.command import BadInput
+from pipeline.common.command import BadInput, check_path
 from pipeline.common.files import write_whole
 from pipeline.common.paths import ROOT
 from pipeline.recipes import config as configs
@@ -114,14 +114,6 @@ def steps_of(recipe, config, processes):
     return None if rest else steps
 
 
-def hydra_value(value):
-    """Return `value` for Hydra's command line, quoted where it needs to be and is not."""
-    value = str(value)
-    if value[:1] in ("'", '"', "[", "{") or re.fullmatch(r"[\w./:@%+-]*", value):
-        return value
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
 def plan(args):
     """Return ``(command, environment, folder, record of the run)``. Raises BadInput."""
     name, recipe = configs.read_config(args.name)
@@ -135,8 +127,10 @@ def plan(args):
 
     data = args.data or OmegaConf.select(config, "task.data")
     data = Path(data or ROOT / "data-bin" / name.partition("/")[0]).absolute()
+    check_path("--data", data)
     save_dir = args.save_dir or OmegaConf.select(config, "checkpoint.save_dir")
     save_dir = Path(save_dir or ROOT / "checkpoints" / name).absolute()
+    check_path("--save-dir", save_dir)
     trained = OmegaConf.merge({"name": name}, config)
     if not args.dry_run:
         if not list(data.glob("dict*.txt")):
@@ -194,8 +188,8 @@ def plan(args):
         words = [programs / "torchrun", *meeting, "--nproc-per-node", devices, *words]
     path = configs.find_config(args.name)[1]
     words += ["--config-dir", path.parent, "--config-name", path.stem]
-    given = [override.lstrip("+").partition("=")[::2] for override in args.overrides]
-    words += [f"++{key}={hydra_value(value)}" for key, value in [*options.items(), *given]]
+    own = [f"{key}={value}" for key, value in options.items()]
+    words += configs.hydra_words([*own, *args.overrides])
 
     environment = {"PYTHONWARNINGS": "ignore"}  # fairseq calls much that PyTorch has deprecated
     if on_cpu:
