@@ -91,10 +91,8 @@ def with_overrides(config, overrides):
             raise BadInput(f"overrides: expected GROUP.KEY=VALUE, got {override!r}")
     try:
         given = OmegaConf.from_dotlist([override.lstrip("+") for override in overrides])
-    except yaml.YAMLError as error:
-        raise BadInput(
-            f"overrides: expected YAML after =, got {' '.join(str(error).split())}"
-        ) from None
+    except yaml.YAMLError:
+        raise BadInput(f"overrides: expected YAML after =, got {' '.join(overrides)}") from None
     return OmegaConf.merge(config, given)
 
 
