@@ -260,7 +260,7 @@ template <typename X> __device__ void reach(const Problem& p) {
     using F = typename Types<X>::Compute;
     constexpr int BATCH = 8;  // loads that are under way together
     const int heads = p.B * p.H, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int head = blockIdx.z * 32 + lane, t0 = blockIdx.x * SPAN + warp * REACH;
+    const int head = blockIdx.x * 32 + lane, t0 = blockIdx.z * SPAN + warp * REACH;
     Pack<int, 2>* parts = shared_memory().take<Pack<int, 2>>(SPAN);
     Pack<int, 2>* entries = reinterpret_cast<Pack<int, 2>*>(p.reach) + head;
     Pack<int, 2> rows = {{p.T, -1}};
@@ -289,7 +289,7 @@ template <typename X> __device__ void reach(const Problem& p) {
         const Pack<int, 2> other = parts[lane + 32 * k];
         rows.v[0] = min(rows.v[0], other.v[0]), rows.v[1] = max(rows.v[1], other.v[1]);
     }
-    entries[static_cast<long long>((p.T - 1) / REACH + 1 + blockIdx.x) * heads] = rows;
+    entries[static_cast<long long>((p.T - 1) / REACH + 1 + blockIdx.z) * heads] = rows;
 }
 
 // Does an entry of `reach` tell of such windows at a tile's rows?

@@ -34,7 +34,7 @@ template <typename F, int N> struct Ring {
 };
 
 template <typename X, int N> __device__ void update(const Problem& p) {
-    using F = typename Types<X>::Compute;
+    using F = typename Types<X>::Sum;
     const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     const int packs = p.C / N, b = at / packs, c = at % packs * N;
     if (b >= p.B) return;

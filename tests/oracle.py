@@ -1,7 +1,7 @@
 """The operators as their definitions say them, in float64: what every backend is checked against.
 
-A literal weighted sum over each window (design: ``w_j = clamp(a_r - j + 1, 0, 1) -
-clamp(a_l - j, 0, 1)``). No prefix sums, and no code shared with any backend.
+A literal weighted sum over each window, with weights ``w_j = clamp(a_r - j + 1, 0, 1) -
+clamp(a_l - j, 0, 1)``. No prefix sums, and no code shared with any backend.
 """
 
 import math

@@ -24,7 +24,7 @@ def score_every_token(original, self, dataset, *args, max_positions=None, **kwar
         if len(skipped) > 0:
             raise ValueError(
                 f"expected blocks of at most {max_positions} tokens to score, got {len(skipped)} "
-                "longer ones: give --tokens-per-sample as in training, or --sample-break-mode none"
+                "longer ones: give --tokens-per-sample as in training and --sample-break-mode none"
             )
     return original(self, dataset, *args, max_positions=max_positions, **kwargs)
 

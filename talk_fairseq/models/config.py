@@ -100,9 +100,7 @@ class TaLKConvConfig(TaLKConvUnitConfig, _flat_transformer_config()):
     align_attention: bool = option(
         False, "the attention to the encoder has a learned penalty on distances between positions"
     )
-    follow_attention: bool = option(
-        False, "with --copy-attention, it begins by looking at what follows the token just copied"
-    )
+    follow_attention: bool = option(False, "with --copy-attention, begin after the last copy")
 
 
 def add_flags(parser, config):

@@ -149,7 +149,10 @@ def _reaches(offset_left, offset_right, max_left, max_right, T):
     def side(offset, maximum):
         if offset is None:
             return _empty((0, 0, 0)), 0
-        u = np.multiply(_array(_arithmetic(offset)), float(maximum), dtype=np.float64)
+        offset = _array(_arithmetic(offset))
+        u = np.multiply(offset, float(maximum), dtype=np.float64)
+        if maximum == 0:
+            u[offset < 0] = np.nan
         longest = np.fmax.reduce(u, axis=None, initial=0.0)  # which skips NaN
         return u, T if longest >= T else math.ceil(longest)
 

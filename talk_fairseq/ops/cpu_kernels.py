@@ -177,7 +177,8 @@ def update(x, offset, sums, origin, steps, max_left, out, first, last):
                     for r in range(R):
                         now[r] = last_row[r] + row[r]
 
-                n, f = _split(np.float64(offset[s, b, h]) * max_left, t)
+                u = np.float64(offset[s, b, h])
+                n, f = _split(u * max_left if u >= 0.0 else np.nan, t)
                 target = out[s, b, lo:hi]
                 if n > L - 3:
                     target[:] = np.nan

@@ -27,8 +27,8 @@ _WIDTH = {"float64": 2, "float32": 4, "float16": 4, "bfloat16": 4}
 _TILE = 256  # rows of a tile or chunk, unless memory is short
 _STAGED = 320  # rows of a forward tile with its halo; a multiprocessor holds three such blocks
 
-# Rows that a thread of a short convolution walks: forward; and backward, where a run of rows adds
-# to the gradient of the weights, the fewest, and the most that are summed in float32.
+# Rows that a thread of a short convolution walks: forward, and backward at least and at most, since
+# it sums the weights' gradient over them in float32.
 _SHORT_FORWARD, _SHORT_BACKWARD, _SHORT_MOST = 8, 32, 128
 
 
@@ -137,7 +137,7 @@ def plan_backward(
         if tile >= T:
             return Plan(sizes, {}, (launch,))
         spans = _ceil(T, _SPAN)
-        reach = (f"talk_reach_{name}", _grid(spans, 1, _ceil(heads, 32)), _SPAN, _SPAN * 8)
+        reach = (f"talk_reach_{name}", _grid(_ceil(heads, 32), 1, spans), _SPAN, _SPAN * 8)
         entries = (_ceil(T, _REACH) + spans) * heads
         return Plan(sizes, {"reach": (2 * entries, torch.int32)}, (reach, launch))
 

@@ -2,6 +2,8 @@
 
 import torch
 
+from talk_fairseq.ops.state import sums_dtype
+
 
 def talk_conv_reference(x, offset_left, offset_right, max_left, max_right):
     """Compute :func:`talk_fairseq.talk_conv` in plain PyTorch, with the same arguments.
@@ -17,7 +19,7 @@ def talk_conv_reference(x, offset_left, offset_right, max_left, max_right):
     """
     T, B, C = x.shape
     H = offset_left.shape[2]
-    wide = torch.float32 if x.device.type == "mps" else torch.float64
+    wide = sums_dtype(torch.float64, x.device)
     rows = x.to(wide).reshape(T, B, H, C // H)
     prefix = torch.cat([rows.new_zeros(1, *rows.shape[1:]), rows.cumsum(0)])
     time = torch.arange(T, device=x.device)[:, None, None]
@@ -43,7 +45,8 @@ def _split(offset, maximum, limit, time, wide):
     if offset is None:
         return torch.zeros_like(time), torch.zeros(1, dtype=wide, device=time.device)
     u = offset.to(wide) * maximum
-    u = torch.where(u >= 0, u, torch.nan)
+    # Not a choice between u and NaN, which would hide NaN from the gradient.
+    u = u * torch.where(offset >= 0, 1.0, torch.nan)
     inside = ~(u >= limit)
     whole = torch.where(inside, u.detach().floor().nan_to_num(), limit).long()
     fraction = torch.where(inside & (u != whole), u - whole, 0.0)
@@ -72,7 +75,7 @@ def talk_conv_update_reference(x, offset_left, sums, steps, max_left):
     """
     S, B, C = x.shape
     H = offset_left.shape[2]
-    L = sums.shape[0]
+    L, wide = sums.shape[0], sums_dtype(torch.float64, x.device)
     outs = []
     for t, row, offset in zip(range(steps, steps + S), x.to(sums.dtype), offset_left):
         slot = t % L
@@ -82,7 +85,7 @@ def talk_conv_update_reference(x, offset_left, sums, steps, max_left):
         older = sums[slot + 1 : -1] - sums[-1]
         prefix = torch.cat([older, torch.zeros_like(sums[:1]), sums[: slot + 1]])
         prefix = prefix.reshape(-1, B, H, C // H)
-        whole, fraction = _split(offset[None], max_left, t, None, torch.float64)
+        whole, fraction = _split(offset[None], max_left, t, None, wide)
         fraction = torch.where(whole <= L - 3, fraction, torch.nan)
         end = (len(prefix) - 2 - whole).clamp(min=0)
         before = _rows(prefix, end)

@@ -3,6 +3,11 @@
 import torch
 
 
+def sums_dtype(dtype, device):
+    """Return in what an `x` of `dtype` is added up: float32 for halves, and where no float64 is."""
+    return torch.float32 if dtype.itemsize == 2 or device.type == "mps" else torch.float64
+
+
 class TaLKConvState:
     """Hold what a causal TaLK convolution remembers of a batch of sequences while it decodes.
 
@@ -18,7 +23,7 @@ class TaLKConvState:
     Args:
         B: sequences, C: channels.
         reach: the longest window to come, in tokens: ``ceil(max_left * largest offset)``.
-        dtype: x's; sums are float64 for float64, else float32.
+        dtype: x's; see `sums_dtype`.
         device: x's.
 
     Attributes:
@@ -31,10 +36,10 @@ class TaLKConvState:
     __slots__ = ("sums", "origin", "steps", "B")
 
     def __init__(self, B, C, reach, dtype=torch.float32, device="cpu"):
-        if reach < 0:
-            raise ValueError(f"reach: expected at least 0 tokens, got {reach}")
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        self.sums = torch.empty(reach + 3, B, C, dtype=wide, device=device)
+        if int(reach) != reach or reach < 0:
+            raise ValueError(f"reach: expected a whole number of tokens >= 0, got {reach}")
+        wide = sums_dtype(dtype, torch.device(device))
+        self.sums = torch.empty(int(reach) + 3, B, C, dtype=wide, device=device)
         self.origin = None
         self.steps = 0
         self.B = B
@@ -46,7 +51,7 @@ class TaLKConvState:
         names no sequence fails as in `torch.index_select`.
         """
         L, columns, C = self.sums.shape
-        new_order = new_order.to(self.sums.device)
+        new_order = torch.as_tensor(new_order, device=self.sums.device)
         origin = self.origin
         if origin is None:
             origin = torch.arange(self.B, dtype=torch.int32, device=self.sums.device).expand(L, -1)

@@ -7,7 +7,7 @@ from torch.compiler import is_compiling
 
 from talk_fairseq.ops.dispatch import backend_name, backend_of, register, transforms_are_active
 from talk_fairseq.ops.reference import talk_conv_reference, talk_conv_update_reference
-from talk_fairseq.ops.state import TaLKConvState
+from talk_fairseq.ops.state import TaLKConvState, sums_dtype
 
 _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _INTEGERS = (int, torch.SymInt, np.integer)
@@ -69,9 +69,9 @@ def talk_conv(x, offset_left, offset_right, max_left, max_right):
 def talk_conv_update(x, offset_left, state, max_left):
     """Return the next outputs of a causal sequence: :func:`talk_conv`, continued by `x`.
 
-    Time and memory do not depend on the steps so far, nor on the windows. Any number of steps at
-    a time gives the same outputs. `state` is changed in place; where gradients are needed, this
-    is a plain PyTorch computation that puts new tensors into it.
+    Time and memory do not depend on the steps so far. Any number of steps at a time gives the same
+    outputs. `state` is changed in place; where gradients are needed, this is a plain PyTorch
+    computation that puts new tensors into it, in time that grows with the state's reach.
 
     Args:
         x: (S, B, C), the next S time steps, in float64, float32, float16 or bfloat16.
@@ -104,7 +104,7 @@ def talk_conv_update_unchecked(x, offset_left, state, max_left):
         raise ValueError(f"state: expected B, C = {B}, {C} as of x, got {state.B}, {sums.shape[2]}")
     if sums.device != x.device:
         raise ValueError(f"state: expected device {x.device} as of x, got {sums.device}")
-    if (sums.dtype == torch.float64) != (x.dtype == torch.float64):
+    if sums.dtype is not sums_dtype(x.dtype, x.device):
         raise ValueError(f"state: expected one for {x.dtype} as of x, got {sums.dtype}")
     plain = (
         backend_name(x) == "reference"

@@ -155,7 +155,6 @@ template <typename V> V __shfl_xor_sync(unsigned int, V value, int mask) {
 }
 
 inline int atomicAdd(int* at, int value) { return std::exchange(*at, *at + value); }
-inline int atomicMax(int* at, int value) { return std::exchange(*at, std::max(*at, value)); }
 
 template <typename To, typename From> To host_bits(From value) {
     static_assert(sizeof(To) == sizeof(From));

@@ -24,7 +24,8 @@ def backend(request, monkeypatch, poisoned_memory):
         if shutil.which("g++") is None:
             pytest.skip("no g++ to compile kernels")
         monkeypatch.setattr(dispatch, "cpu_backend", Host())
-    monkeypatch.setenv("TALK_CONV_BACKEND", request.param.partition("k")[0] or "cpu")
+    name = "reference" if request.param == "reference" else "cpu"  # in whose place the host stands
+    monkeypatch.setenv("TALK_CONV_BACKEND", name)
     return "cpu"
 
 
@@ -82,11 +83,13 @@ def test_offsets_above_1_within_the_reach(backend):
 
 
 @pytest.mark.parametrize("sizes", [1, 8])
-@pytest.mark.parametrize("value", [-0.5, float("nan"), 3.0])
-def test_offsets_that_cannot_be_give_nan(backend, value, sizes):
+@pytest.mark.parametrize(
+    "value, max_left", [(-0.5, 6), (float("nan"), 6), (3.0, 6), (-0.5, 0), (float("nan"), 0)]
+)
+def test_offsets_that_cannot_be_give_nan(backend, value, max_left, sizes):
     x, offset = example(40, 2, 3, 4)
     offset[25, 1, 2] = value
-    out, _ = decode(x, offset, 6, sizes, device=backend)
+    out, _ = decode(x, offset, max_left, sizes, device=backend)
     bad = torch.zeros(40, 2, 3, dtype=bool)
     bad[25, 1, 2] = True
     assert torch.equal(out.isnan().cpu().view(40, 2, 3, 4), bad.unsqueeze(-1).expand(-1, -1, -1, 4))
@@ -128,9 +131,16 @@ def test_a_beam_search_copies_no_rows():
     assert state.origin.shape == (8, 4) and state.steps < 16
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_long_reach_costs_no_digits(backend, dtype):
+    """Sums over all of the ring, of which short windows are small differences."""
+    x, offset = example(2500, 1, 2, 4, dtype, offset_dtype=torch.float64)
+    out, _ = decode(x, offset, 4, [2400] + [1] * 100, reach=1000, device=backend)
+    check(out, x, offset, 4)
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize("normalized", [True, False])
-def test_does_not_drift(dtype, normalized):
+def test_does_not_drift(dtype):
     """After 20,000 steps the error is what it was after 20, and the state is no larger."""
     max_left = 7
     x, offset = example(20_000, 1, 2, 4, dtype, offset_dtype=torch.float32)
@@ -174,6 +184,17 @@ def test_compiled():
     check(out, x, offset, 5)
 
 
+def test_compiled_steps_are_compiled_anew():
+    """PyTorch takes the number of steps in the state for a constant."""
+    torch.compiler.reset()
+    compiled = torch.compile(talk_conv_update, backend="eager", fullgraph=True)
+    x, offset = example(20, 2, 2, 3)
+    state = TaLKConvState(2, 6, 30)
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        for step in zip(x.split(1), offset.split(1)):
+            compiled(*step, state, 5)
+
+
 def test_nothing_to_do(backend):
     state = TaLKConvState(2, 8, 5, device=backend)
     empty = torch.empty(0, 2, 8, device=backend)
@@ -188,7 +209,7 @@ def test_nothing_to_do(backend):
     [
         ((3, 8, 5), "state: expected B, C = 2, 8 as of x, got 3, 8"),
         ((2, 4, 5), "state: expected B, C = 2, 8 as of x, got 2, 4"),
-        ((2, 8, 5, torch.float64), "state: expected one for torch.float32 as of x"),
+        ((2, 8, 5, torch.float16), "state: expected one for torch.float32 as of x"),
         ((2, 8, 5, torch.float32, "meta"), "state: expected device cpu as of x, got meta"),
     ],
 )
@@ -202,8 +223,9 @@ def test_bad_arguments():
     x, offset = example(1, 2, 2, 4)
     with pytest.raises(ValueError, match="offset_left: expected a number of heads that divides"):
         talk_conv_update(x, torch.rand(1, 2, 3), TaLKConvState(2, 8, 5), 5)
-    with pytest.raises(ValueError, match="reach: expected at least 0 tokens, got -1"):
-        TaLKConvState(2, 8, -1)
+    for reach in (-1, 3.5):
+        with pytest.raises(ValueError, match=f"reach: expected a whole number .*, got {reach}"):
+            TaLKConvState(2, 8, reach)
     with pytest.raises(TypeError, match="state: expected a TaLKConvState, got NoneType"):
         talk_conv_update(x, offset, None, 5)
 

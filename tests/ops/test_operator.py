@@ -212,8 +212,18 @@ def test_negative_and_nan_offsets_give_nan(on):
     out = talk_conv(*on(x, left, right, *window)).cpu()
     bad = out.isnan().nonzero().tolist()
     assert bad == [[4, 0, 0], [4, 0, 1], [9, 0, 2], [9, 0, 3]]
-    dx, _, _ = gradients(talk_conv, *on(torch.ones_like(x), x, left, right, *window))
+    dx, *d_offsets = gradients(talk_conv, *on(torch.ones_like(x), x, left, right, *window))
     assert dx[3:5, 0, :2].isnan().any() and dx[9:11, 0, 2:].isnan().any()
+    found = [d.cpu().isnan().nonzero().tolist() for d in d_offsets]
+    assert found == [[[4, 0, 0]], [[9, 0, 1]]]
+
+
+@pytest.mark.parametrize("value", [-0.1, math.nan])
+def test_offsets_of_no_window_may_not_be_negative_either(on, value):
+    x, left, right, *_ = arguments(20, 1, 4, 2, 5, 3)
+    left[4, 0, 0], right[9, 0, 1], left[6] = value, value, -0.0
+    out = talk_conv(*on(x, left, right, 0, 0)).cpu()
+    assert out.isnan().nonzero().tolist() == [[4, 0, 0], [4, 0, 1], [9, 0, 2], [9, 0, 3]]
 
 
 def test_infinite_offsets_reach_the_edges(on):
