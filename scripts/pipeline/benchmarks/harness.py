@@ -52,15 +52,13 @@ def timed(step):
 
 
 def in_turn(steps, turns):
-    """Yield the names of `steps`, a dictionary, `turns` times.
+    """Yield the names of `steps`, a dictionary, `turns` times: forwards and backwards in turn.
 
-    A busy moment of the machine hits them all alike, and none always follows the same other. What
-    the caller deletes from `steps` takes no further turn.
+    So a busy moment of the machine hits them all alike, and none always follows the same other.
+    What the caller deletes from `steps` takes no further turn.
     """
     for turn in range(turns):
-        names = list(steps)
-        first = turn % max(1, len(names))
-        yield from names[first:] + names[:first]
+        yield from list(steps)[:: -1 if turn % 2 else 1]
 
 
 def summarise(results, ours, amounts):
@@ -122,7 +120,7 @@ def show_progress(text=""):
 def shown(value):
     """Return a value as a cell of a table."""
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+        return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else value
 
 
@@ -215,7 +213,7 @@ def option_parser(name, description, turns, limit, output):
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="measure the CPU where there is a GPU")  # fmt: skip
     add("--turns", type=at_least(1), default=turns, help=f"for medians (default: {turns})")
-    add("--limit", type=float, default=limit, metavar="SECONDS",
+    add("--limit", type=at_least(0, float), default=limit, metavar="SECONDS",
         help=f"leave out what takes longer once (default: {limit})")  # fmt: skip
     add("--output", type=Path, default=Path(output), metavar="PREFIX", help=f"default: {output}")
     return options

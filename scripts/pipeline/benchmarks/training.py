@@ -127,6 +127,7 @@ def measure(precision, batches, args, report):
         def train():
             for batch in batches:  # raises rather than skipping one
                 trainer.train_step([batch], raise_oom=True)
+            trainer.zero_grad()  # else the next step would free what counts as its own
 
         row["parameters"] = sum(p.numel() for p in trainer.model.parameters())
         return lambda: harness.timed(train)[0]

@@ -92,6 +92,7 @@ def build_measured(args, words, checkpoint):
 
     def train(batch):
         trainer.train_step([batch], raise_oom=True)
+        trainer.zero_grad()  # else the next step would free what counts as its own
         return batch["ntokens"]
 
     def generate(batch):

@@ -12,8 +12,8 @@ Tokens are random; a model is scored where the task asks for something:
 
 "4x" is the same model on sequences four times as long. Accuracies are in percent, a number for each
 seed. Each system trains in each task at the rate of --lr that is best on other sequences, with the
-first seed. The systems are in configs/verses/synthetic.yaml. Writes OUTPUT.json, after each system,
-and OUTPUT.md.
+first seed. The systems are in configs/verses/synthetic.yaml. Writes OUTPUT.json,
+after each task of each system, and OUTPUT.md.
 """
 
 import tempfile
