@@ -1,9 +1,6 @@
 """Entries of torch.hub: ``torch.hub.load(checkout, "talkconv", folder, source="local")``."""
 
-from talk_fairseq.models.talkconv import TaLKConvModel
-from talk_fairseq.models.talkconv_lm import TaLKConvLanguageModel
-
-dependencies = ["torch", "fairseq"]
+dependencies = ["torch", "fairseq"]  # which torch.hub looks for before it calls an entry
 
 
 def talkconv(folder, **options):
@@ -12,9 +9,13 @@ def talkconv(folder, **options):
     Options are those of ``TaLKConvModel.from_pretrained``, such as ``checkpoint_file=``,
     ``data_name_or_path=`` (the dictionaries), ``bpe="sentencepiece"`` and ``sentencepiece_model=``.
     """
+    from talk_fairseq.models.talkconv import TaLKConvModel
+
     return TaLKConvModel.from_pretrained(folder, **options)
 
 
 def talkconv_lm(folder, **options):
     """A language model: ``.sample(["…"])`` and ``.score(["…"])``; options as for `talkconv`."""
+    from talk_fairseq.models.talkconv_lm import TaLKConvLanguageModel
+
     return TaLKConvLanguageModel.from_pretrained(folder, **options)

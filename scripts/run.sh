@@ -3,9 +3,6 @@
 set -euo pipefail
 
 scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-case " $* " in
-    *' -h '* | *' --help '*) [[ -x $scripts/../.venv/bin/python ]] || "$scripts/setup.sh" >&2 ;;
-    *) "$scripts/setup.sh" >&2 ;;
-esac
+[[ " $* " =~ ' '(-h|--help)' ' && -x $scripts/../.venv/bin/python ]] || "$scripts/setup.sh" >&2
 export PYTHONWARNINGS=ignore # fairseq calls much that PyTorch has deprecated
 exec "$scripts/../.venv/bin/python" "$scripts/run.py" "$@"

@@ -82,7 +82,7 @@ def test_the_stages_in_turn(script, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/last.json").write_text("of an earlier report")
     start = time.monotonic()
-    script.main(["--minutes", "0.2", "--out", str(tmp_path / "out")])
+    assert script.main(["--minutes", "0.2", "--out", str(tmp_path / "out")]) == 1  # one failed
     took = time.monotonic() - start
     record = json.loads((tmp_path / "out/report.json").read_text())
     good, failing, endless, last, missing = record["stages"]

@@ -111,7 +111,7 @@ def run_stage(command, seconds, prefix):
 
 
 def report(found, folder, end):
-    """Run the stages until `end` at most, and write what they find into `folder`."""
+    """Run the stages until `end` at most, and write what they find; return whether one failed."""
     stages = [stage._asdict() | {"state": "left out", "why": missing(stage)} for stage in STAGES]
     waiting = [stage for stage in stages if not stage["why"]]
     for stage in waiting:
@@ -131,6 +131,7 @@ def report(found, folder, end):
             write_json(folder / "report.json", record)
             write_whole(folder / "report.md", "\n".join(page(record, folder)) + "\n")
         print(f"   {stage['state']} {stage['why']}", flush=True)
+    return any(stage["state"] == "failed" for stage in stages)
 
 
 def page(record, folder):
@@ -174,5 +175,6 @@ def main(arguments=None):
             why = missing(stage)
             print(f"  {stage.title}" + (f": left out, {why}" if why else ""))
         return
-    report(found, args.out.absolute(), end)
+    failed = report(found, args.out.absolute(), end)
     print(f"written: {args.out}/report.json and report.md")
+    return int(failed)
