@@ -8,7 +8,7 @@ from test_kernels_on_host import Host
 
 import oracle
 from talk_fairseq import TaLKConvState, talk_conv, talk_conv_update
-from talk_fairseq.ops import dispatch
+from talk_fairseq.ops import cpu_backend, dispatch
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -163,6 +163,32 @@ def test_infinities_are_forgotten(backend):
     x[7] = float("inf")
     out, state = decode(x, offset, 5, device=backend)
     assert out[7 + 2 * state.sums.shape[0] :].isfinite().all()
+
+
+@pytest.mark.parametrize("threads", [2, 7])
+def test_steps_are_shared_among_threads(monkeypatch, poisoned_memory, threads):
+    monkeypatch.setattr(cpu_backend, "_SERIAL_STEPS", 0)
+    x, offset = example(40, 5, 2, 4)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        out, _ = decode(x, offset, 6, [4] + [1] * 36)
+    finally:
+        torch.set_num_threads(before)
+    check(out, x, offset, 6)
+
+
+def test_gradients_reach_earlier_steps_alone():
+    x, offset = (tensor.double() for tensor in example(12, 2, 2, 3))
+    first, rest = x[:7].clone().requires_grad_(), x[7:]
+    state = TaLKConvState(2, 6, 5, torch.float64)
+    talk_conv_update(first, offset[:7], state, 5)
+    out = talk_conv_update(rest, offset[7:], state, 5)
+    dout = torch.randn_like(out)
+    (got,) = torch.autograd.grad(out, first, dout)
+    full = talk_conv(torch.cat([first, rest]), offset, None, 5, 0)[7:]
+    (expected,) = torch.autograd.grad(full, first, dout)
+    assert torch.allclose(got, expected)
 
 
 @pytest.mark.parametrize("S", [1, 4])

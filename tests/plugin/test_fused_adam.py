@@ -109,3 +109,14 @@ def test_fairseq_trains_and_resumes_with_it(corpus, tmp_path):
     resumed = run("both", "fused_adam", 8)
     assert resumed["optimizer_history"][-1]["num_updates"] == 8
     assert difference(theirs, resumed) < 1e-3
+
+
+def test_states_are_float32_again_after_loading():
+    params = parameters(torch.bfloat16)
+    optimizer = FusedAdam(params, **OPTIONS)
+    train(optimizer, params, 3)
+    following = FusedAdam(params, **OPTIONS)
+    following.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(following, params, 1)
+    for p in params:
+        assert all(following.state[p][n].dtype == torch.float32 for n in ("exp_avg", "exp_avg_sq"))

@@ -254,6 +254,14 @@ def test_dropout_may_be_retained_in_generation(option):
     assert torch.allclose(decode(), unit(x)[0], atol=1e-6)
 
 
+def test_projections_begin_by_xavier_without_biases():
+    unit = TaLKConvUnit(64, 4, 5, conv_channels=32)
+    for linear in (unit.linear1, unit.linear2, unit.conv.offsets):
+        bound = (6 / sum(linear.weight.shape)) ** 0.5
+        assert not linear.bias.any() and 0.9 * bound < linear.weight.abs().max() <= bound
+    assert unit.head_dim == 16  # of its input, which fairseq's layers scale by heads
+
+
 def test_units_of_one_decoder_keep_their_own_state():
     first, second = TaLKConvUnit(8, 2, 6).eval(), TaLKConvUnit(8, 2, 3).eval()
     x, state = torch.randn(5, 1, 8), {}

@@ -547,3 +547,10 @@ def test_more_hypotheses_than_references_is_an_error_for_the_library_too():
         rouge_sums(["a", "b"], ["a"])
     with pytest.raises(ValueError, match="references: expected summaries, got none"):
         rouge([], [])
+
+
+def test_a_longest_summary_may_grow_with_its_source(corpus, toy):
+    args = SimpleNamespace(max_len_a=1.0, max_len_b=8, min_len=9)
+    task = task_of(corpus)
+    task.tgt_dict = toy.dictionary
+    assert task.build_generator(toy, args).min_len == 9

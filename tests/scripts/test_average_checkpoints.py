@@ -180,3 +180,13 @@ def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
 
 def test_several_inputs_with_a_choice_are_refused(tmp_path):
     assert "one folder" in refusal(tmp_path, "a.pt", "b.pt", "--last-epochs", 1)
+
+
+@pytest.mark.parametrize(("maximize", "expected"), [(False, 1.0), (True, 100.0)])
+def test_best_of_an_old_run(tmp_path, maximize, expected):
+    """One whose options are a Namespace."""
+    args = argparse.Namespace(maximize_best_checkpoint_metric=maximize)
+    for number, value in enumerate(("4.1", "9.5", "10.2")):
+        state = {"model": {"w": torch.tensor([10.0**number])}, "args": args}
+        torch.save(state, tmp_path / f"checkpoint.best_bleu_{value}.pt")
+    assert averaged(tmp_path, tmp_path, "--best", 1)["model"]["w"] == expected

@@ -345,3 +345,11 @@ def test_scores_are_those_of_sacrebleu(played, verses, tmp_path):
     assert "nrefs:1|bs:1000|" in results["signature"] and results["baseline"] == "talkconv"
     table = (tmp_path / "run/compare.md").read_text()
     assert "100.00" in table and f"{TEST_VERSES} sentences" in table
+
+
+def test_systems_that_are_left_out_stay_in_the_settings(played, verses, tmp_path):
+    out = tmp_path / "run"
+    assert sweep.main(arguments(verses, out)) == 0
+    assert sweep.main(arguments(verses, out, "--systems", "talkconv")) == 0
+    settings = json.loads((out / "settings.json").read_text())
+    assert list(settings["systems"]) == ["talkconv", "transformer"]

@@ -269,3 +269,12 @@ def test_plot_training_refusals(runs, message, tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1
     assert not (tmp_path / "curves.png").exists()
+
+
+def test_a_validation_logged_twice_counts_once(tmp_path):
+    log = Log()
+    log.start(0)
+    log.epoch(9, "valid", 10, 9.0)
+    log.epoch(10, "valid", 10, 8.0)
+    run = read_log(log.write(tmp_path / "log.txt"))
+    assert points(run["valid"], "updates", "loss") == [(10, 8.0)]

@@ -18,10 +18,11 @@ pytest.importorskip("fairseq")
 
 import numpy as np
 import probes_checkpoints  # noqa: F401
-import probes_data  # noqa: F401
+import probes_data
 import probes_decoding  # noqa: F401
 import probes_models  # noqa: F401
 import probes_training  # noqa: F401
+from fairseq.data import iterators
 from probing import (
     PROBES,
     WITHOUT_ERROR,
@@ -67,3 +68,19 @@ def test_it_works_with_the_patch(name, tmp_path):
 
 if __name__ == "__main__":
     run_alone(Path(sys.argv[1]))
+
+
+# --- What patches leave as it was ---
+
+
+def test_the_data_set_is_told_the_epoch_that_a_run_resumes_in(monkeypatch):
+    pairs, task = probes_data.lines_of_words()
+    told = []
+    monkeypatch.setattr(pairs, "set_epoch", told.append)
+    probes_data.iterator_over(pairs, task, epoch=3)
+    assert told[-1] == 3
+
+
+def test_a_remainder_that_is_skipped_does_not_count():
+    groups = iterators.GroupedIterator(iterators.CountingIterator(range(9)), 4, True)
+    assert len(list(groups)) == 2 and len(groups) == 2
