@@ -35,19 +35,20 @@ def _sizes(embed_dim, ffn_embed_dim, heads):
     }
 
 
-_DROPOUTS = {"dropout": 0.3, "attention_dropout": 0.1}
+_DROPOUTS = {"dropout": 0.3, "attention_dropout": 0.1, "offset_dropout": 0.1, "input_dropout": 0.1}
 _IWSLT = {
     **_sizes(512, 1024, 4),
     **_DROPOUTS,
+    "input_dropout": 0.0,
     "encoder_max_left": "1,3,7,15x4",
     "decoder_max_left": "1,3,7,15x3",
     "encoder_glu": False,
     "decoder_glu": False,
 }
-_BIG = {**_sizes(1024, 4096, 16), **_DROPOUTS, "input_dropout": 0.1}
+_BIG = {**_sizes(1024, 4096, 16), **_DROPOUTS}
 _ONE_LAYER = {"decoder_layers": 1, "decoder_max_left": "31"}
 _THREE_LAYERS = {"decoder_layers": 3, "decoder_max_left": "7,15,31"}
-_CNN_DM = {**_sizes(512, 2048, 8), **_DROPOUTS, "input_dropout": 0.1}
+_CNN_DM = {**_sizes(512, 2048, 8), **_DROPOUTS}
 
 TALKCONV = {
     "talkconv_iwslt_de_en": _IWSLT,

@@ -55,9 +55,7 @@ class TaLKConvUnitConfig:
 
     activation_fn: str = option("swish", "activation function")
     decoder_max_left: Any = option("3,7,15,31x3", "largest window to the left of each layer")
-    decoder_talk_heads: Optional[int] = option(
-        None, "heads of the decoder's windows (default: its attention heads)"
-    )
+    decoder_talk_heads: Optional[int] = option(None, "window heads (default: attention heads)")
     decoder_conv_dim: Optional[int] = option(
         None, "channels of the decoder's windows (default: of its embedding)"
     )
@@ -84,9 +82,7 @@ class TaLKConvConfig(TaLKConvUnitConfig, _flat_transformer_config()):
     encoder_layers: int = option(7, "number of encoder layers")
     encoder_max_left: Any = option("3,7,15,31x4", "largest window to the left of each layer")
     encoder_max_right: Any = option(None, "likewise to the right (default: as --encoder-max-left)")
-    encoder_talk_heads: Optional[int] = option(
-        None, "heads of the encoder's windows (default: its attention heads)"
-    )
+    encoder_talk_heads: Optional[int] = option(None, "window heads (default: attention heads)")
     encoder_conv_dim: Optional[int] = option(
         None, "channels of the encoder's windows (default: of its embedding)"
     )
