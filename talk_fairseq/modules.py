@@ -111,7 +111,7 @@ class TaLKConv(_RetainsDropout):
         self.max_left, self.max_right = int(max_left), int(max_right)
         self.offset_dropout, self.normalize = offset_dropout, normalize
         self.root_normalize = root_normalize
-        sides = [max_left] if max_right == 0 else [max_left, max_right]
+        sides = [self.max_left] if max_right == 0 else [self.max_left, self.max_right]
         self.offsets = nn.Linear(channels, len(sides) * heads)
         nn.init.xavier_uniform_(self.offsets.weight)
         nn.init.zeros_(self.offsets.bias)
@@ -321,7 +321,9 @@ class TaLKConvUnit(_RetainsDropout):
         if attn_mask is not None:
             raise ValueError(f"attn_mask: expected None, got {tuple(attn_mask.shape)}")
         x = F.dropout(query, self.input_dropout) if self.dropout_active() else query
-        x = F.glu(self.linear1(x), dim=-1) if self.glu else self.linear1(x)
+        x = self.linear1(x)
+        if self.glu:
+            x = F.glu(x, dim=-1)
         padding = None if key_padding_mask is None else key_padding_mask.t().unsqueeze(-1)
         if padding is not None:
             x = x.masked_fill(padding, 0)

@@ -287,7 +287,8 @@ def test_bad_arguments(arguments, message):
 
 
 def test_a_whole_number_that_is_a_float_is_a_window():
-    assert TaLKConv(8, 2, 3.0)(torch.randn(5, 1, 8)).shape == (5, 1, 8)
+    conv = TaLKConv(8, 2, 3.0, spread_windows=True)
+    assert conv(torch.randn(5, 1, 8)).shape == (5, 1, 8) and conv.windows.dtype == torch.int32
 
 
 @pytest.mark.parametrize("shape", [(5, 2, 7), (5, 8), (5, 2, 8, 1)])

@@ -55,6 +55,11 @@ def write_lines(path, lines):
     write_whole(path, "".join(f"{line}\n" for line in lines))
 
 
+def is_taken(path):
+    """Return whether there is something at `path` other than an empty folder."""
+    return path.exists() and (not path.is_dir() or any(path.iterdir()))
+
+
 def remove(path):
     """Remove a file or a folder that may not be there."""
     if path.is_dir() and not path.is_symlink():

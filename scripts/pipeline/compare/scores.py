@@ -55,13 +55,13 @@ def score_translations(results, corpus, languages, folder_of):
         tested = names[0] == reference
         if tested:
             results["baseline"] = reference
-        texts = dict(named)
-        for name, result in zip(scores["System"], scores["BLEU"]):
-            same = texts[name] == texts[names[0]]  # which sacreBLEU takes for a difference
+        for (name, hypotheses), result in zip(named, scores["BLEU"]):
+            # sacreBLEU takes translations that are the same for a difference.
+            p = 1.0 if hypotheses == named[0][1] else result.p_value
             systems[name]["seeds"][seed].update(
                 bleu=result.score,
                 interval=[result.mean - result.ci, result.mean + result.ci],
-                p=(1.0 if result.p_value and same else result.p_value) if tested else None,
+                p=p if tested and name != reference else None,
             )
     for row in systems.values():
         if seeds := row["seeds"].values():

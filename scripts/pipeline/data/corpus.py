@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pipeline.common import command
 from pipeline.common.command import BadInput
-from pipeline.common.files import remove, write_lines
+from pipeline.common.files import is_taken, remove, write_lines
 from pipeline.common.folder import Folder
 from pipeline.common.systems import words
 from pipeline.data.benchmarks import SPLITS
@@ -78,7 +78,7 @@ def prepare(corpus, languages, vocabulary, output, cut_source=None):
     kept (None: all). Raises ValueError for a sentence to translate that is too long, and if the
     pieces cannot be learnt.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    if is_taken(output):
         raise ValueError(f"--output: expected a new folder, got {output}, which holds other things")
     partial = output.with_name(output.name + ".partial")
     remove(partial)
@@ -155,12 +155,8 @@ def main(arguments=None):
     add("--data", type=Path, required=True, help="folder with the corpus")
     add("--source-lang", required=True)
     add("--target-lang", help="leave out for a corpus of one language")
-    add(
-        "--vocabulary",
-        type=command.at_least(1),
-        default=4000,
-        help="pieces to learn (default: 4000)",
-    )
+    add("--vocabulary", type=command.at_least(1), default=4000, help="pieces to learn "
+        "(default: 4000)")  # fmt: skip
     add("--cut-source", type=command.at_least(1), metavar="N", help="keep the first N pieces of "
         "each source; a document may have 1,000")  # fmt: skip
     add("--output", type=Path, required=True, help="folder to write")

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from pipeline.common import command
 from pipeline.common.command import BadInput, Failed
-from pipeline.common.files import read_json, remove, write_json
+from pipeline.common.files import is_taken, read_json, remove, write_json
 from pipeline.common.folder import Folder, show
 from pipeline.common.machine import cores
 from pipeline.common.paths import ROOT
@@ -287,7 +287,7 @@ def go_on(prep):
 def prepare(prep):
     """Prepare the folder, whole or not at all, unless it is there already."""
     output, ready, restart = prep.output, prep.output / "prepared.json", prep.args.restart
-    if output.exists() and not ready.exists() and (not output.is_dir() or any(output.iterdir())):
+    if is_taken(output) and not ready.exists():
         raise BadInput(f"--output: expected a new folder, got {output}, which holds other things")
     if ready.exists() and not restart:
         there, again = read_json(ready)["settings"], "--restart prepares it again"

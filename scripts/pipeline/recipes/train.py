@@ -188,8 +188,8 @@ def plan(args):
         words = [programs / "torchrun", *meeting, "--nproc-per-node", devices, *words]
     path = configs.find_config(args.name)[1]
     words += ["--config-dir", path.parent, "--config-name", path.stem]
-    own = [f"{key}={value}" for key, value in options.items()]
-    words += configs.hydra_words([*own, *args.overrides])
+    settings = [f"{key}={value}" for key, value in options.items()]
+    words += configs.hydra_words([*settings, *args.overrides])
 
     environment = {"PYTHONWARNINGS": "ignore"}  # fairseq calls much that PyTorch has deprecated
     if on_cpu:

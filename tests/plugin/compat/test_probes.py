@@ -66,10 +66,6 @@ def test_it_works_with_the_patch(name, tmp_path):
     PROBES[name][0](tmp_path)
 
 
-if __name__ == "__main__":
-    run_alone(Path(sys.argv[1]))
-
-
 # --- What patches leave as it was ---
 
 
@@ -84,3 +80,7 @@ def test_the_data_set_is_told_the_epoch_that_a_run_resumes_in(monkeypatch):
 def test_a_remainder_that_is_skipped_does_not_count():
     groups = iterators.GroupedIterator(iterators.CountingIterator(range(9)), 4, True)
     assert len(list(groups)) == 2 and len(groups) == 2
+
+
+if __name__ == "__main__":
+    run_alone(Path(sys.argv[1]))
