@@ -39,7 +39,7 @@ def measured(benchmark, case, tmp_path):
     """``measured(limit)`` gives the rows of the case, forward."""
 
     def measured(limit):
-        args = SimpleNamespace(only="", limit=limit, turns=3, device="cpu", output=tmp_path / "x")
+        args = SimpleNamespace(only=[""], limit=limit, turns=3, device="cpu", output=tmp_path / "x")
         report = benchmark.harness.Report(args, "TaLK")
         benchmark.measure(case, "forward", args, report)
         return report.cells[0]["results"]
@@ -62,6 +62,16 @@ def test_table_and_json(tmp_path):
                 assert row["seconds"] > 0 and row["memory"] >= 0 and f"| {name} " in printed
         if cell["mode"] == "backward":
             assert all(name == "copy" or name.startswith("TaLK") for name in cell["results"])
+
+
+def test_bad_options(benchmark, capsys, tmp_path):
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main(["--channels", "32", "--heads", "3"])
+    message = "benchmark_talk_conv.py: --heads: expected a divisor of 32 channels, got 3"
+    assert capsys.readouterr().err.startswith(message)
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="--output: expected a path to write to, got .*file"):
+        benchmark.main([*TINY, str(tmp_path / "file/talk")])
 
 
 def test_bandwidth_is_of_what_has_to_move(benchmark):
@@ -97,9 +107,11 @@ def test_an_interrupted_run_loses_no_other_cell(benchmark, tmp_path, monkeypatch
 
     monkeypatch.setattr(benchmark, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        benchmark.main([*TINY, str(tmp_path / "talk"), "--lengths", "5,40", "--only", "none"])
+        benchmark.main([*TINY, str(tmp_path / "talk"), "--lengths", "5,40", "--only", "k=3,|k=31,"])
     cells = json.loads((tmp_path / "talk.json").read_text())["cells"]
     assert [(cell["T"], cell["mode"]) for cell in cells] == [(5, mode) for mode in MODES]
+    chosen = {name for name in benchmark.PEERS if name in ("copy", "TaLK") or "k=" in name}
+    assert set(cells[0]["results"]) == {*chosen} - {"depthwise conv1d k=31"}
 
 
 def test_a_peer_that_fails_in_a_turn_is_dropped(benchmark, case, measured, monkeypatch):
@@ -173,6 +185,13 @@ def test_it_refuses_to_measure_a_wrong_operator(benchmark, monkeypatch):
     monkeypatch.setattr(benchmark, "talk_conv", lambda *arguments: 1.001 * right(*arguments))
     with pytest.raises(SystemExit, match="talk_conv is wrong in float32"):
         benchmark.check(["float32"], "cpu")
+
+
+def test_memory_that_only_caches_files_is_free(benchmark, case, monkeypatch):
+    monkeypatch.setattr(benchmark.harness, "linux_bytes", lambda file, field: 1000)
+    case.needs(175)  # of 4 bytes each
+    with pytest.raises(benchmark.Unavailable):
+        case.needs(176)
 
 
 def test_what_is_too_large_or_too_slow_says_so(benchmark):

@@ -42,6 +42,14 @@ def refusal(capfd, *arguments):
     return line.removeprefix("evaluate.sh: ")
 
 
+@pytest.mark.parametrize("module", ["recipes.evaluate", "recipes.average"])
+def test_fairseq_prints_no_log(module):
+    """It logs to the standard error unless the plugin is imported before it."""
+    code = f"import logging, pipeline.{module}; print(logging.getLogger().handlers)"
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, text=True, cwd=ROOT / "scripts") == "[]\n"
+
+
 def write_prepared(folder, benchmark, source, target, lines, **rest):
     prepared = {
         "benchmark": benchmark, "source_lang": source, "target_lang": target, "tokenizer": "none",

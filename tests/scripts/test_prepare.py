@@ -291,17 +291,24 @@ def test_a_download_goes_on_and_is_not_repeated(tmp_path, monkeypatch):
 
 
 def test_a_host_that_cannot_go_on_starts_over(tmp_path):
+    """And what is there is kept while the host does not have the file."""
     served = archives.iwslt14_de_en(tmp_path / "host") / "de-en.tgz"
+    whole, away = served.read_bytes(), served.rename(tmp_path / "away.tgz")
     handler = functools.partial(SimpleHTTPRequestHandler, directory=served.parent)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"127.0.0.1:{server.server_port}"
         kept = tmp_path / "downloads"
-        (kept / address).mkdir(parents=True)
-        (kept / address / "de-en.tgz.partial").write_bytes(served.read_bytes()[:1000])
+        partial = kept / address / "de-en.tgz.partial"
+        partial.parent.mkdir(parents=True)
+        partial.write_bytes(whole[:1000])
+        with pytest.raises(ValueError, match="could not be downloaded .curl: status 22"):
+            prepare_archives.download(f"http://{address}/de-en.tgz", kept)
+        assert partial.read_bytes() == whole[:1000]
+        away.rename(served)
         path = prepare_archives.download(f"http://{address}/de-en.tgz", kept)
         server.shutdown()
-    assert path.read_bytes() == served.read_bytes()
+    assert path.read_bytes() == whole
 
 
 def test_a_host_that_is_gone(tmp_path, capfd):

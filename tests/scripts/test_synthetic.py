@@ -30,8 +30,7 @@ def wanted(task, x, t):
 @pytest.mark.parametrize("length", (T, 4 * T))
 @pytest.mark.parametrize("task", TASKS)
 def test_what_a_task_asks_for(task, length):
-    make, *options = TASKS[task]
-    x, y = make(length, torch.Generator().manual_seed(3), *options)
+    x, y = TASKS[task](length, torch.Generator().manual_seed(3))
     assert x.shape == y.shape == (length, B) and x.max() <= MARKER == BLANK
     for b in range(B):
         row = x[:, b].tolist()

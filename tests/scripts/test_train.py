@@ -314,6 +314,8 @@ def test_ones_own_yaml(tmp_path, monkeypatch):
     (tmp_path / "own/mine.yaml").write_text(OWN.replace("max_tokens: 1000", "batch_size: 8"))
     assert refused("own/mine.yaml", "--cpu").startswith("dataset.max_tokens: expected a number")
     planned("own/mine.yaml", "--cpu", "optimization.update_freq=[1]")
+    plan = planned("own/mine.yaml", "optimization.update_freq=[1]")
+    assert plan.words["distributed_training.distributed_world_size"] == "4"  # all there are
 
 
 def test_a_yaml_of_configs_by_its_path(monkeypatch):
@@ -513,7 +515,7 @@ def test_ablation_goes_on_and_counts_what_diverged(tmp_path, monkeypatch, capsys
     start = ["--data", str(tmp_path), "--results", str(tmp_path / "x/ablation.json")]
     start += ["--rows", "ablation_1_one_window", "ablation_2_normalised", "--seeds", "1", "2"]
     assert ablation.main(start) == 1
-    assert "ablation_2_normalised, seed 2: train.py failed" in capsys.readouterr().err
+    assert "ablation.sh: train.py failed with status 1" in capsys.readouterr().err
     made = made[:2]
     assert ablation.main(start) == 0
     assert made == [*list(scores)[:2], ("ablation_2_normalised", 2)]
@@ -534,7 +536,8 @@ def test_ablation_does_not_take_a_refused_run_for_one_that_diverged(tmp_path, mo
     folder = tmp_path / "ablation_1_one_window/seed_1"
     folder.mkdir(parents=True)
     (folder / "crash.pt").touch()  # of an earlier run
-    with pytest.raises(ablation.Failed):
+    message = "ablation_1_one_window, seed 1: scripts/train.sh failed with status 2"
+    with pytest.raises(ablation.Failed, match=message):
         ablation.score("ablation_1_one_window", 1, args)
 
 

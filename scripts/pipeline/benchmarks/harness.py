@@ -100,15 +100,15 @@ def peak_memory(step, device):
     with contextlib.suppress(OSError, AttributeError):  # not Linux, or not allowed
         ctypes.CDLL(None).malloc_trim(0)  # or memory that was freed would be used unseen
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-        before = resident("VmRSS")
+        before = linux_bytes("self/status", "VmRSS")
     step()
-    return None if before is None else max(0, resident("VmHWM") - before)
+    return None if before is None else max(0, linux_bytes("self/status", "VmHWM") - before)
 
 
-def resident(field):
-    """Return a number of /proc/self/status in bytes."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition(field + ":")[2].split()[0]) * 1024
+def linux_bytes(file, field):
+    """Return in bytes a number that a file of /proc has in KiB; OSError where it is not Linux."""
+    text = Path("/proc", file).read_text()
+    return int(text.partition(field + ":")[2].split()[0]) * 1024
 
 
 def show_progress(text=""):
@@ -155,6 +155,11 @@ class Report:
         gc.freeze()  # what is imported is no garbage, and takes long to look through
         self.cells = []
         self.record = {**versions, **facts, "cells": self.cells}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.save()
+        except OSError as error:
+            raise SystemExit(f"--output: expected a path to write to, got {error}") from None
 
     def measure(self, cell, names, prepare, amounts, enough=math.inf):
         """Measure in turn what `prepare` gives, print the table, and return the steps.
@@ -201,7 +206,6 @@ class Report:
 
     def save(self):
         """Write the JSON, whole."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.path, self.record)
 
 

@@ -6,18 +6,16 @@ from argparse import Namespace
 import torch
 
 import talk_fairseq  # noqa: F401 (first, as it patches fairseq and keeps its logging quiet)
-
-# isort: split
-from fairseq.data import Dictionary
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq.modules.dynamic_convolution import DynamicConv1dTBC
-from fairseq.tasks.translation import TranslationConfig, TranslationTask
-
 from pipeline.benchmarks import harness
 from pipeline.benchmarks.harness import Unavailable
 from pipeline.common.command import at_least, one_of, several
 from pipeline.common.models import build_model, parse_words
 from pipeline.common.systems import words
+
+from fairseq.data import Dictionary
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.modules.dynamic_convolution import DynamicConv1dTBC
+from fairseq.tasks.translation import TranslationConfig, TranslationTask
 
 TALK = ("talkconv", "talkconv_plus")
 MODELS = (*TALK, "transformer", "lightconv", "dynamicconv", "dynamicconv-band")
@@ -124,7 +122,8 @@ def option_parser(name, description, turns, output):
                         help="then print where a step goes, model by model")  # fmt: skip
     for size, default in SIZES.items():
         option = "--" + size.replace("_", "-")
-        parser.add_argument(option, type=at_least(1), help=f"default: {default}")
+        least = 5 if size == "vocabulary" else 1  # 4 are fairseq's own
+        parser.add_argument(option, type=at_least(least), help=f"default: {default}")
     return parser
 
 

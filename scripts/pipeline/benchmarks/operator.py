@@ -12,10 +12,9 @@ too, from one forward pass.
 Prints tables, and writes PREFIX.json after each length, dtype and mode.
 """
 
+import contextlib
 import itertools
 import math
-import os
-import re
 from functools import partial
 
 import torch
@@ -59,10 +58,12 @@ class Case:
 
     def needs(self, elements):
         """Raise Unavailable where a CPU's memory lacks room for so many elements."""
-        if self.device == "cpu" and "SC_AVPHYS_PAGES" in os.sysconf_names:
-            room = 0.7 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-            if (needed := elements * self.dtype.itemsize) > room:
-                raise Unavailable(f"out of memory: needs {needed / 2**30:.0f} GiB")
+        room = math.inf
+        if self.device == "cpu":
+            with contextlib.suppress(OSError):  # not Linux
+                room = 0.7 * harness.linux_bytes("meminfo", "MemAvailable")
+        if (needed := elements * self.dtype.itemsize) > room:
+            raise Unavailable(f"out of memory: needs {needed / 2**30:.0f} GiB")
 
 
 def copy(case):
@@ -294,7 +295,8 @@ def predicted(name, cell, cells):
 def measure(case, mode, args, report):
     """Measure the peers in one case and mode: a cell of the `report`."""
     cell = {"T": case.T, "dtype": str(case.dtype).removeprefix("torch."), "mode": mode}
-    names = [name for name in PEERS if name in ("copy", "TaLK") or re.search(args.only, name)]
+    chosen = ("copy", "TaLK")
+    names = [name for name in PEERS if name in chosen or any(part in name for part in args.only)]
     if mode == "backward":
         names = [name for name in names if case.moves(name, mode)]
 
@@ -319,8 +321,12 @@ def parse(arguments=None):
     add("--dtypes", type=several(one_of(BOUNDS)), default=["float32", "bfloat16"])
     for name, letter, size in zip(("batch", "channels", "heads"), "BCH", SIZES):
         add(f"--{name}", type=at_least(1), default=size, help=f"{letter} (default: {size})")
-    add("--only", default="", metavar="REGEX", help="peers with this in their name")
-    return parser.parse_args(arguments)
+    add("--only", type=lambda text: text.split("|"), default=[""], metavar="A|B",
+        help="peers with one of these in their name")  # fmt: skip
+    args = parser.parse_args(arguments)
+    if args.channels % args.heads:
+        parser.error(f"--heads: expected a divisor of {args.channels} channels, got {args.heads}")
+    return args
 
 
 def main(arguments=None):

@@ -26,7 +26,6 @@ from pipeline.benchmarks.harness import Unavailable
 from pipeline.benchmarks.models import SIZES
 from pipeline.common.command import at_least, one_of, several
 
-# isort: split
 from fairseq.data import LanguagePairDataset
 from fairseq.data.monolingual_dataset import collate
 from fairseq.tasks.language_modeling import LanguageModelingTask

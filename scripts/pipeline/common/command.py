@@ -46,7 +46,6 @@ def run_module(name, *arguments, lock=None):
     words = [sys.executable, ROOT / "scripts/run.py", name, *arguments]
     return subprocess.run(
         [str(word) for word in words],
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
         pass_fds=[lock.fileno()] if lock else [],
     ).returncode
 

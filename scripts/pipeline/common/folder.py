@@ -59,7 +59,7 @@ class Folder:
                 for pattern in (*self.made, self.settings.name):
                     for path in [*self.path.glob(pattern), *self.path.glob(f"{pattern}*.partial")]:
                         remove(path)
-            there = read_json(self.settings) if self.settings.exists() else None
+            there = read_json(self.settings, {})
             before = there or settings
             for key in growing:  # what is there stays, beside what is new
                 others, ours = before.get(key, {}), settings[key]

@@ -12,7 +12,6 @@ def parse_words(words):
     """Return fairseq's Namespace of the words after fairseq-train."""
     import talk_fairseq  # noqa: F401 (patches fairseq, and registers the archs)
 
-    # isort: split
     from fairseq import options, utils
 
     logging.getLogger("fairseq").setLevel(logging.WARNING)

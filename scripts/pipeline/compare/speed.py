@@ -73,10 +73,10 @@ def build_measured(args, words, checkpoint):
     They are ``{"training": step(batch), "generation": step(batch)}``, and return the tokens of the
     batch's target, or of the best hypotheses.
     """
+    from talk_fairseq.checkpoint_files import read_checkpoint
+
     from fairseq import utils
     from fairseq.trainer import Trainer
-
-    from talk_fairseq.checkpoint_files import read_checkpoint
 
     cfg, task = configure(words)
     trained = read_checkpoint(checkpoint)["model"]

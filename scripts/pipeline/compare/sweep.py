@@ -197,9 +197,8 @@ class Comparison:
     def __init__(self, args):
         self.args = args
         self.folder = CorpusFolder(args.out, "comparison", MADE, args.data, args.languages)
-        if self.folder.settings.exists():
-            earlier = read_json(self.folder.settings).get("systems", {})
-            self.folder.made += map(glob.escape, earlier)
+        earlier = read_json(self.folder.settings, {}).get("systems", {})
+        self.folder.made += map(glob.escape, earlier)
         if args.device == "cuda" and not has_gpu():
             raise BadInput("--preset: expected cpu on a machine without a GPU, got gpu")
         tried = sum(map(len, args.rates.values()))

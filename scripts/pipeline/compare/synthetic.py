@@ -17,6 +17,7 @@ after each task of each system, and OUTPUT.md.
 """
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -90,14 +91,9 @@ def recall(T, generator):
     return x, y
 
 
-TASKS = {
-    "lag5": (lag, 5),
-    "lag12": (lag, 12),
-    "lag25": (lag, 25),
-    "marker": (marker,),
-    "reverse": (reverse,),
-    "recall": (recall,),
-}
+# Each makes ``(x, y)`` of a length and a generator.
+TASKS = {f"lag{places}": partial(lag, places=places) for places in (5, 12, 25)}
+TASKS |= {"marker": marker, "reverse": reverse, "recall": recall}
 
 
 def build(flags, seed):
@@ -117,41 +113,34 @@ def logits(model, first, x):
     return scores[..., first : first + WORDS + 1].transpose(0, 1)
 
 
-def train(model, first, task, steps, lr, seed):
-    """Train `model` in place, on new sequences in each step."""
-    make, *options = TASKS[task]
+def trained(flags, task, steps, lr, seed):
+    """Return a model trained on new sequences in each step, and the index of its first word."""
+    model, first = build(flags, seed)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr, betas=(0.9, 0.98))
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * min(1, 10 * (step + 1) / steps) * (1 - step / steps)
-        x, y = make(T, generator, *options)
+        x, y = TASKS[task](T, generator)
         loss = F.cross_entropy(logits(model, first, x).flatten(0, 1), y.flatten())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1)
         optimizer.step()
+    return model, first
 
 
 @torch.no_grad()
 def accuracy(model, first, task, length, seed, batches=8):
     """Return the share of right words in percent, on sequences that no training has seen."""
-    make, *options = TASKS[task]
     generator = torch.Generator().manual_seed(UNSEEN + seed)
     right = asked = 0
     model.eval()
     for _ in range(batches):
-        x, y = make(length, generator, *options)
+        x, y = TASKS[task](length, generator)
         told = y != IGNORED
         right += (logits(model, first, x).argmax(-1) == y)[told].sum().item()
         asked += told.sum().item()
     return 100 * right / asked
-
-
-def trained(flags, task, args, lr, seed):
-    """Return a trained model, and the index of the first word in it."""
-    model, first = build(flags, seed)
-    train(model, first, task, args.steps, lr, seed)
-    return model, first
 
 
 def measure(flags, task, args):
@@ -159,11 +148,11 @@ def measure(flags, task, args):
 
     They are ``{"rate": …, "1x": [one for each seed], "4x": …}``.
     """
-    at = {lr: trained(flags, task, args, lr, seed=1) for lr in args.lr}
+    at = {lr: trained(flags, task, args.steps, lr, seed=1) for lr in args.lr}
     rate = max(args.lr, key=lambda lr: accuracy(*at[lr], task, T, seed=0))
     found = {"rate": rate, "1x": [], f"{LONGER}x": []}
     for seed in range(1, args.seeds + 1):
-        model = at[rate] if seed == 1 else trained(flags, task, args, rate, seed)
+        model = at[rate] if seed == 1 else trained(flags, task, args.steps, rate, seed)
         for name, length in (("1x", T), (f"{LONGER}x", LONGER * T)):
             found[name].append(accuracy(*model, task, length, seed))
     return found

@@ -14,7 +14,7 @@ from urllib.parse import urlparse
 from pipeline.common.files import remove
 
 URL = re.compile(r"(https?|ftp|file)://", re.IGNORECASE)
-SUFFIXES = (".tgz", ".tar.gz", ".tar", ".zip")
+SUFFIXES = (".tgz", ".tar", ".zip")  # also with .gz
 # What reading a damaged archive raises.
 DAMAGED = (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError)
 
@@ -34,13 +34,14 @@ def download(url, folder):
     print(f"downloading {url}", file=sys.stderr, flush=True)
     verbosity = ["--progress-bar"] if sys.stderr.isatty() else ["--silent", "--show-error"]
     command = ["curl", "--fail", "--location", "--retry", "3", *verbosity]
-    command += ["--continue-at", "-", "--output", partial, url]
-    status = subprocess.run(command).returncode
-    if status in (22, 33, 36) and partial.exists():  # the host cannot go on from there
+    command += ["--continue-at", "-", "--write-out", "%{response_code}", "--output", partial, url]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    cannot_go_on = done.returncode in (33, 36) or done.stdout.endswith("416")
+    if cannot_go_on and partial.exists():
         partial.unlink()
-        status = subprocess.run(command).returncode
-    if status:
-        raise ValueError(f"{url}: could not be downloaded (curl: status {status})")
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise ValueError(f"{url}: could not be downloaded (curl: status {done.returncode})")
     partial.rename(path)
     return path
 

@@ -226,7 +226,6 @@ def binarize(prep):
     logging.basicConfig(level=logging.WARNING)  # not a screenful of options
     import talk_fairseq  # noqa: F401  patches fairseq
 
-    # isort: split
     from fairseq import options
     from fairseq_cli import preprocess
 

@@ -24,11 +24,11 @@ def looks(count):
     ]
 
 
-def save_figure(figure, path, dpi=120, **options):
+def save_figure(figure, path, **options):
     """Write `figure` as PNG to `path`, whole or not at all; `options` are those of savefig."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as part:
-        figure.savefig(part, format="png", dpi=dpi, **options)
+        figure.savefig(part, format="png", dpi=120, **options)
 
 
 def panel_grid(count, columns, width, height):

@@ -21,6 +21,7 @@ pieces already, with spaces between them.
 
 import math
 from argparse import Namespace
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,16 +32,13 @@ import torch
 from matplotlib.collections import PolyCollection
 from tqdm import tqdm
 
-import talk_fairseq  # noqa: F401 (first, as it patches fairseq and keeps its logging quiet)
-
-# isort: split
-from fairseq import checkpoint_utils, utils
-from fairseq.dataclass.configs import GenerationConfig
-
 from pipeline.common import command
 from pipeline.common.files import read_lines, write_json
 from pipeline.plots.figures import add_legend, panel_grid, save_figure
 from talk_fairseq.modules import TaLKConv
+
+from fairseq import checkpoint_utils, utils
+from fairseq.dataclass.configs import GenerationConfig
 
 LONGEST = 100  # tokens of a sentence that is drawn
 BINS = 20  # of a reach, from 0 to its limit
@@ -90,25 +88,21 @@ def look(model, encoder=None, decoder=None):
     Those of the decoder begin with an end of sentence; None leaves the decoder out. A language
     model has no encoder.
     """
-    seen, handles = {}, []
+    seen, context = {}, {}
 
     def record(layers, conv, arguments, _):
         layers.append(layer_of(conv, *conv.predict_offsets(arguments[0])))
 
-    for name, module in model.named_modules():
-        if isinstance(module, TaLKConv):
-            layers = seen.setdefault(name.partition(".")[0], [])
-            handles.append(module.register_forward_hook(partial(record, layers)))
-    try:
-        context = {}
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if isinstance(module, TaLKConv):
+                layers = seen.setdefault(name.partition(".")[0], [])
+                hooks.enter_context(module.register_forward_hook(partial(record, layers)))
         if encoder is not None:
             lengths = torch.tensor([len(encoder)])
             context["encoder_out"] = model.encoder(encoder[None], lengths)
         if decoder is not None:
             model.decoder(decoder[None], features_only=True, **context)
-    finally:
-        for handle in handles:
-            handle.remove()
     return {side: layers for side, layers in seen.items() if layers}
 
 

@@ -1,5 +1,6 @@
 """What the quick starts share: options, the folder of a run, and commands that are listed."""
 
+import glob
 import os
 import re
 import shlex
@@ -17,8 +18,7 @@ from pipeline.common.systems import read_systems, words
 from pipeline.data.corpus import CorpusFolder
 
 MADE = (  # all that a quick start leaves in its folder, beside what is made of the corpus
-    *("training", "averaged.pt", "translations", "transformer_lm.pt", "transformer_lm.txt"),
-    *("talkconv_plus_wide_lm.pt", "talkconv_plus_wide_lm.txt", "prompt.txt", "continuations.txt"),
+    *("training", "averaged.pt", "translations", "prompt.txt", "continuations.txt"),
     *("results.json", "commands.txt", "log.txt"),
 )
 LEAST = 20  # seconds of a training by the clock
@@ -82,6 +82,7 @@ class Session:
             **{name: shlex.join(map(str, command)) for name, command in trainings.items()},
         }
         self.count = len(trainings)
+        self.folder.made += [f"{glob.escape(name)}.*" for name in trainings]
         self.folder.open(settings, args.restart)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # it stops what it started
         self.commands = Commands(not self.on_gpu, lock=self.folder.lock)

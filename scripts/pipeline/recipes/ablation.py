@@ -61,7 +61,8 @@ def score(row, seed, args):
         if status := run_module(f"recipes.{script}", *words):
             if crash.exists():
                 return "diverged"
-            raise Failed(f"scripts/{script}.sh failed with status {status}")
+            what = f"scripts/{script}.sh failed with status {status}"
+            raise Failed(f"{row}, seed {seed}: {what}")
     result = read_json(folder / "evaluation/scores.json")
     return round(result["scores"]["tokenised_bleu"]["score"], 2)
 
@@ -129,16 +130,12 @@ def ablate(args):
             )
     args.results.parent.mkdir(parents=True, exist_ok=True)
     for row in args.rows:
-        scores = results.get(row, {}).get("seeds", {})
         for seed in args.seeds:
-            if str(seed) in scores:
+            if str(seed) in results.get(row, {}).get("seeds", {}):
                 continue
-            try:
-                scores[str(seed)] = score(row, seed, args)
-            except Failed as error:
-                raise Failed(f"{row}, seed {seed}: {error}") from None
+            found = score(row, seed, args)
             results = read_json(args.results, {})  # to which others may have added
-            scores = results.get(row, {}).get("seeds", {}) | scores
+            scores = results.get(row, {}).get("seeds", {}) | {str(seed): found}
             results[row] = {"seeds": scores, **summary(scores), **others[row]}
             write_json(args.results, dict(sorted(results.items())))
     print(table(results))

@@ -14,10 +14,11 @@ import os
 import sys
 
 import torch
-from fairseq.checkpoint_utils import checkpoint_paths
 
 from pipeline.common import command
 from talk_fairseq.checkpoint_files import read_checkpoint, whole_file
+
+from fairseq.checkpoint_utils import checkpoint_paths
 
 # The number in brackets orders the files.
 EPOCHS = r"checkpoint(\d+)\.pt"

@@ -113,7 +113,6 @@ def import_models(config):
     """Register the models of the user directory of `config`. Raises BadInput if it is not there."""
     import talk_fairseq  # noqa: F401  before anything of fairseq's that it patches
 
-    # isort: split
     from fairseq.utils import import_user_module
 
     if not Path(folder := user_dir(config)).is_dir():
@@ -166,10 +165,11 @@ def schema_of(group, name):
 
     It has their types, except for older models, which declare flags.
     """
+    from hydra.conf import HydraConf
+
     from fairseq import models, tasks
     from fairseq.dataclass.configs import FairseqConfig
     from fairseq.registry import REGISTRIES
-    from hydra.conf import HydraConf
 
     declared = {field.name: field.type for field in fields(FairseqConfig)} | {"hydra": HydraConf}
     if group not in declared:

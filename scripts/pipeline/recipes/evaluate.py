@@ -9,13 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from fairseq.checkpoint_utils import checkpoint_paths
-from fairseq.dataclass.configs import GenerationConfig
 from omegaconf import OmegaConf
 from sacrebleu.metrics import BLEU, CHRF
 from sacremoses import MosesDetokenizer
 
-import talk_fairseq  # noqa: F401  registers the models and patches fairseq
 from pipeline.common import command
 from pipeline.common.command import BadInput
 from pipeline.common.files import read_json, read_lines, write_json, write_lines, write_whole
@@ -27,6 +24,9 @@ from pipeline.recipes.average import EPOCHS, UPDATES, average_checkpoints, find_
 from talk_fairseq.checkpoint_files import read_checkpoint
 from talk_fairseq.rouge import rouge
 from talk_fairseq.rouge import version as rouge_version
+
+from fairseq.checkpoint_utils import checkpoint_paths
+from fairseq.dataclass.configs import GenerationConfig
 
 DESCRIPTION = """\
 Scores the model of configs/NAME.yaml on the test set of its data: averages checkpoints, generates
@@ -315,9 +315,10 @@ class Evaluation:
 
 def composed(given, overrides):
     """Return the config with every option of fairseq in it, as fairseq-hydra-train has it."""
-    from fairseq.dataclass import initialize
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
+
+    from fairseq.dataclass import initialize
 
     path = configs.find_config(given)[1]
     initialize.hydra_init(path.stem)

@@ -67,7 +67,8 @@ def steps_of(args):
     trained = words({"precision": args.precision}) + args.overrides
     scored = words({"average": args.average, "tune": args.tune}) + args.overrides
 
-    train.plan(train.parse([args.name, "--dry-run", *where, *trained]))
+    run = ["--save-dir", str(save_dir), *where, *trained]
+    train.plan(train.parse([args.name, "--dry-run", *run]))
     if not prepare and not (data_bin / "prepared.json").exists():
         raise BadInput(f"--data: expected what scripts/{script}.sh prepares, got none")
     if prepare and benchmark not in BENCHMARKS:

@@ -65,8 +65,15 @@ def check_folder(save_dir, trained):
         )
 
 
+def sets_steps(args):
+    """Return whether the caller says over how many steps gradients are accumulated."""
+    return any(re.match(r"\+*optimization\.update_freq=", given) for given in args.overrides)
+
+
 def choose_devices(args, recipe, config):
     """Return ``(on_cpu, processes on this node)``; by default the most that share the batch.
+
+    Where the caller sets the batch, it is all GPUs.
 
     A dry run takes the given number of GPUs to be there. Raises BadInput if there are too few.
     """
@@ -82,8 +89,8 @@ def choose_devices(args, recipe, config):
             f"--devices: expected at most the {found} GPUs of this machine, got {args.devices}; "
             "--cpu uses processes instead"
         )
-    if args.devices or found == 0:
-        return found == 0, args.devices or 1
+    if args.devices or found == 0 or sets_steps(args):
+        return found == 0, args.devices or max(1, found)
     sharing = [n for n in range(1, found + 1) if steps_of(recipe, config, n * args.nodes)]
     return False, max(sharing, default=found)
 
@@ -145,7 +152,7 @@ def plan(args):
         "hydra.run.dir": save_dir,
         "distributed_training.distributed_world_size": processes,
     }
-    if not any(re.match(r"\+*optimization\.update_freq=", given) for given in args.overrides):
+    if not sets_steps(args):
         steps = steps_of(recipe, config, processes)
         if not steps:
             fit = [str(n) for n in range(1, 65) if steps_of(recipe, config, n)]
