@@ -249,3 +249,57 @@ def test_peers_are_fairseqs_own(benchmark, case, K):
     module = LightweightConv1dTBC(case.C, **sizes)
     module.weight.data = kernels[:, None]
     assert torch.allclose(function(x, kernels), module(x, unfold=True), atol=1e-5)
+
+
+def test_a_wrong_gradient_or_step_is_not_measured(benchmark, monkeypatch):
+    right, step = benchmark.talk_conv, benchmark.talk_conv_update
+
+    def steep(x, *others):
+        return right(1.001 * x - 0.001 * x.detach(), *others)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="wrong in float32"):
+        patch.setattr(benchmark, "talk_conv", steep)
+        benchmark.check(["float32"], "cpu")
+    monkeypatch.setattr(benchmark, "talk_conv_update", lambda *given: 1.001 * step(*given))
+    with pytest.raises(SystemExit, match="wrong in float32"):
+        benchmark.check(["float32"], "cpu")
+
+
+def test_seconds_are_those_of_one_iteration(benchmark, monkeypatch):
+    calls = []
+    monkeypatch.setattr(benchmark.harness, "timed", lambda step: (8.0, step()))
+    assert benchmark.seconds_of(lambda: calls.append(1), 4) == 2 and len(calls) == 4
+
+
+@pytest.mark.parametrize("mode, forward", zip(MODES, (3, 3, 0)))
+def test_what_an_iteration_does(benchmark, case, mode, forward):
+    passes, backwards = [], []
+
+    def function(x):
+        passes.append(x)
+        out = 2 * x
+        if out.requires_grad:
+            out.register_hook(lambda gradient: backwards.append(gradient))
+        return out
+
+    step = benchmark.iteration(function, (case.x,), mode)
+    passes.clear()
+    for _ in range(3):
+        step()
+    assert len(passes) == forward and len(backwards) == (0 if mode == "forward" else 3)
+
+
+def test_windows_are_those_in_the_names(benchmark, case):
+    for name, window in (("TaLK", 31), ("TaLK, windows of 3", 3), ("TaLK, windows of 1,000", 1000)):
+        function, inputs = benchmark.PEERS[name][0](case)
+        expected = benchmark.talk_conv(*inputs, window, window)
+        assert torch.equal(function(*inputs), expected), name
+
+
+def test_time_is_predicted_from_a_shorter_length(benchmark):
+    cell = {"T": 100, "dtype": "float32", "mode": "forward"}
+    results = {"copy": {"seconds": 1}, "self-attention": {"seconds": 1}}
+    cells = [cell | {"T": 10, "results": results}]
+    assert benchmark.predicted("copy", cell, cells) == 10
+    assert benchmark.predicted("self-attention", cell, cells) == 100
+    assert benchmark.predicted("self-attention", cell | {"mode": "backward"}, cells) == 0

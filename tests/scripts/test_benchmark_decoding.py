@@ -136,6 +136,28 @@ def test_bad_options(run, capsys, options, message):
 # --- What is measured ---
 
 
+def test_each_hypothesis_is_as_long_as_its_source(benchmark, run, monkeypatch):
+    """Even where the model would rather end at once."""
+    build_model, right, lengths = benchmark.build_model, benchmark.harness.timed, set()
+
+    def build(name, task, args):
+        model, eos = build_model(name, task, args), torch.tensor([task.target_dictionary.eos()])
+        model.decoder.output_projection.register_forward_hook(
+            lambda _, inputs, out: out.index_fill(2, eos, 50.0)
+        )
+        return model
+
+    def timed(search):
+        seconds, found = right(search)
+        lengths.update(len(beam["tokens"]) for beams in found for beam in beams)
+        return seconds, found
+
+    monkeypatch.setattr(benchmark, "build_model", build)
+    monkeypatch.setattr(benchmark.harness, "timed", timed)
+    run("--lengths 9 --batches 2 --beams 2 --turns 1 --models talkconv")
+    assert lengths == {9 + 1}  # and its end
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["talkconv", "talkconv_plus", "transformer", "dynamicconv-band"])
 def test_decoding_is_a_full_pass(benchmark, build, name):

@@ -1,6 +1,7 @@
 """scripts/benchmark_training.py: what it times, prints and writes, and that its models are so."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from benchmark_runs import check_rows, run_benchmark
@@ -46,6 +47,20 @@ def test_summary():
     }  # fmt: skip
 
 
+def test_what_takes_long_takes_one_turn(tmp_path):
+    args = SimpleNamespace(output=tmp_path / "x", turns=3, device="cpu")
+    report = harness.Report(args, "quick")
+    seconds = {"quick": 1.0, "slow": 9.0}
+    report.measure({}, seconds, lambda name, row: lambda: seconds[name], {}, enough=5)
+    rows = report.cells[0]["results"]
+    assert rows["quick"]["turns"] == [1, 1, 1] and rows["slow"]["turns"] == [9]
+
+
+def test_memory_is_in_mebibytes():
+    row = harness.table({"a": {"memory": 300 * 2**20}}).splitlines()[-1]
+    assert row.replace(" ", "") == "|a|300|"
+
+
 # --- The table and the files ---
 
 
@@ -66,6 +81,18 @@ def test_language_models_and_what_is_not_there(benchmark, run, monkeypatch):
     error = cell["results"].pop("dynamicconv-band")["error"]
     assert error == "over 11 tokens fairseq unfolds" and error in out.printed
     check_rows(cell, {"tokens": 24}, out.printed)
+
+
+@pytest.mark.parametrize("options", ["", "--task lm"])
+def test_tokens_are_those_of_the_target_without_padding(benchmark, monkeypatch, options):
+    args, seen = benchmark.parse([*SMALL, *options.split()]), []
+    monkeypatch.setattr(benchmark.models, "measure", lambda cell, prepare, *rest: seen.append(rest))
+    batches = benchmark.build_batches(args)
+    benchmark.measure("float32", batches, args, None)
+    targets = [batch["target"] for batch in batches]
+    tokens = sum(int(target.ne(1).sum()) for target in targets)  # 1 is the padding
+    assert seen[0][0] == {"tokens": tokens}
+    assert options or tokens < sum(target.numel() for target in targets)
 
 
 def test_profile_names_the_operators(run):

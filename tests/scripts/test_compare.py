@@ -5,14 +5,16 @@ import json
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
-from comparisons import Played, arguments, refusal
+from comparisons import Played, arguments, refusal, valid_line
 from quickstart_runs import TEST_VERSES, write_verses
 
 pytest.importorskip("fairseq")
 
 from pipeline.common import fairseq
+from pipeline.common.command import Failed
 from pipeline.compare import sweep
 
 REAL_RUN = fairseq.Commands.run
@@ -353,3 +355,86 @@ def test_systems_that_are_left_out_stay_in_the_settings(played, verses, tmp_path
     assert sweep.main(arguments(verses, out, "--systems", "talkconv")) == 0
     settings = json.loads((out / "settings.json").read_text())
     assert list(settings["systems"]) == ["talkconv", "transformer"]
+
+
+def noting(monkeypatch, played, note):
+    """Call ``note(words, log)`` after each command that is played."""
+    run = played.run
+
+    def run_and_note(commands, command, log, *others, **options):
+        run(commands, command, log, *others, **options)
+        note([str(word) for word in command], log)
+
+    monkeypatch.setattr(played, "run", run_and_note)
+
+
+def test_each_seed_is_trained_and_scored_as_itself(played, verses, tmp_path, monkeypatch):
+    trained, scored = [], []
+
+    def note(words, log):
+        if words[0] == "fairseq-train":
+            trained.append((log.parent.name, words[words.index("--seed") + 1]))
+            with open(log, "a") as file:
+                file.write(valid_line(5, int(trained[-1][0])))
+        elif words[0] == "fairseq-generate":
+            paths = (words[words.index(flag) + 1] for flag in ("--path", "--results-path"))
+            scored.append([Path(path).parent.relative_to(tmp_path).as_posix() for path in paths])
+
+    noting(monkeypatch, played, note)
+    options = arguments(verses, tmp_path / "run", "--systems", "talkconv", "--seeds", "2")
+    assert sweep.main(options) == 0
+    assert trained == [("1", "1"), ("2", "2")]
+    assert scored == [[f"run/talkconv/2e-3/{seed}"] * 2 for seed in (1, 2)]
+    row = json.loads((tmp_path / "run/results.json").read_text())["systems"]["talkconv"]
+    assert [seed["validation"][-1]["loss"] for seed in row["seeds"].values()] == [1, 2]
+
+
+def test_a_rate_counts_by_its_last_validation(played, verses, tmp_path, monkeypatch):
+    """As the last checkpoints are what is scored."""
+
+    def note(words, log):
+        if "2e-3" in words:  # which had the best loss before
+            with open(log, "a") as file:
+                file.write(valid_line(5, 20))
+
+    noting(monkeypatch, played, note)
+    out = tmp_path / "run"
+    options = arguments(verses, out, "--systems", "talkconv", "--lr", "1e-3,2e-3,4e-3")
+    assert sweep.main(options) == 0
+    rates = json.loads((out / "results.json").read_text())["systems"]["talkconv"]["rates"]
+    assert rates["chosen"] == "1e-3" and rates["validation"]["2e-3"] == 20
+
+
+def test_other_rates_are_refused(played, verses, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert sweep.main(arguments(verses, out)) == 0
+    capsys.readouterr()
+    assert "(rates: ['2e-3'], not ['1e-3'])" in refusal(
+        capsys, *arguments(verses, out), "--lr", "1e-3"
+    )
+
+
+def test_the_last_checkpoints_are_averaged(played, verses, tmp_path):
+    assert sweep.main(arguments(verses, tmp_path / "run")) == 0
+    paths = (tmp_path / "run/talkconv/2e-3/1/averaged.pt").read_text()  # as played
+    assert paths.count("checkpoint_1_") == 2 and paths.index("_2.pt") < paths.index("_4.pt")
+
+
+def test_checkpoints_are_in_the_order_of_updates(tmp_path):
+    names = ["checkpoint_2_900.pt", "checkpoint_3_1000.pt", "checkpoint_10_1100.pt"]
+    for name in (*names, "checkpoint1.pt", "checkpoint_last.pt"):
+        (tmp_path / name).touch()
+    assert [path.name for path in fairseq.numbered(tmp_path)] == names
+    newest = tmp_path / names[-1]
+    assert fairseq.resuming(tmp_path) == ["--save-dir", tmp_path, "--restore-file", newest]
+
+    def last(updates):
+        return [path.name for path in fairseq.last_checkpoints(tmp_path, updates, 2)]
+
+    assert last(1100) == names[1:]
+    assert last(1200) == [names[2], "checkpoint_last.pt"]  # which ended an epoch
+
+
+def test_a_command_that_is_killed_has_failed(tmp_path):
+    with pytest.raises(Failed, match="^sh was killed by signal 9; .*ends with\nhalf"):
+        fairseq.Commands(True).run(["sh", "-c", "echo half; kill -9 $$"], tmp_path / "log")

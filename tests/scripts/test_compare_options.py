@@ -15,7 +15,7 @@ from pipeline.common.fairseq import CPU_ENVIRONMENT
 from pipeline.common.models import build_model, configure, parse_words
 from pipeline.common.systems import words
 from pipeline.compare import sweep
-from pipeline.compare.flags import evaluation_words, training_words
+from pipeline.compare.flags import evaluation_words, training_flags, training_words
 
 # --- Sizes ---
 
@@ -196,6 +196,38 @@ def test_a_system_of_ones_own_user_directory(tmp_path):
 def test_flags_in_words():
     flags = {"cpu": True, "fp16": False, "dropout": 0, "user-dir": None, "lr": "1e-3"}
     assert words(flags) == ["--cpu", "--dropout", "0", "--lr", "1e-3"]
+
+
+@pytest.mark.parametrize(
+    "task, flags",
+    [
+        ("lm", {"gen-subset": "test"}),
+        ("mt", {"gen-subset": "test", "remove-bpe": "sentencepiece", "beam": 5, "lenpen": 1}),
+        (
+            "summ",
+            {"gen-subset": "test", "remove-bpe": "sentencepiece", "beam": 5, "lenpen": 1}
+            | {"max-len-b": 100, "no-repeat-ngram-size": 3},
+        ),
+    ],
+)
+def test_the_test_set_is_what_is_scored(task, flags):
+    args = sweep.parse(["--task", task, "--data", "mine"])
+    given = evaluation_words(args, "bin", {}, "averaged.pt", "generated")
+    assert {flag: given[given.index(f"--{flag}") + 1] for flag in flags} == {
+        flag: str(value) for flag, value in flags.items()
+    }
+    assert sum(word in ("--beam", "--lenpen", "--no-repeat-ngram-size") for word in given) == (
+        len(flags.keys() & {"beam", "lenpen", "no-repeat-ngram-size"})
+    )
+
+
+@pytest.mark.parametrize("preset, task", [("cpu", "mt"), ("cpu", "lm"), ("gpu", "mt")])
+def test_what_is_averaged_is_saved_and_kept(preset, task):
+    args = sweep.parse(["--preset", preset, "--task", task])
+    flags = training_flags(args, {}, "1e-3")
+    count = args.schedule.averaged
+    assert count > 1 and flags["keep-interval-updates"] == count
+    assert args.updates // flags["save-interval-updates"] >= count
 
 
 # --- The command's own process ---

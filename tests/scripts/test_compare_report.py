@@ -92,3 +92,39 @@ def test_the_score_over_speed():
     assert training.get_ylabel() == "sacreBLEU"
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == ["talkconv", "transformer"]
+
+
+def test_a_spread_is_the_standard_deviation_of_a_sample():
+    results = synthetic()
+    for seed, bleu in (("1", 20), ("2", 23)):
+        results["systems"]["talkconv"]["seeds"][seed]["bleu"] = bleu
+    assert cells(results, "talkconv")[2] == "20.50 ± 2.12"  # 3 / sqrt(2)
+
+
+def test_a_speed_up_is_the_median_of_ratios_within_a_turn():
+    results = synthetic()
+    for name, training, generation in (
+        ("talkconv", [1, 10, 2], [1, 1, 1]), ("transformer", [2, 30, 8], [5, 6, 4])
+    ):  # fmt: skip
+        speed = results["systems"][name]["speed"]
+        speed["training"]["turns"], speed["generation"]["turns"] = training, generation
+    row = cells(results, "transformer")
+    assert (row[6], row[8]) == ("3.00x", "5.00x")
+
+
+def test_the_best_validation_need_not_be_the_last():
+    systems = synthetic()["systems"]
+    for name, perplexities in (("talkconv", [20, 40]), ("transformer", [60, 30])):
+        first = systems[name]["seeds"]["1"]
+        first["validation"] = [
+            {**entry, "ppl": ppl} for entry, ppl in zip(first["validation"], perplexities)
+        ]
+    head = next(line for line in reached(systems) if "updates (minutes)" in line)
+    assert "transformer, 30.00 | talkconv, 20.00" in head
+
+
+def test_sizes_that_differ_are_noted():
+    results, note = synthetic(), "The sizes differ by more than 5%."
+    assert note not in table(results)
+    results["systems"]["transformer"]["parameters"] = 4_840_000
+    assert note in table(results)

@@ -4,11 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from comparisons import dictionaries
 
 pytest.importorskip("fairseq")
 
 from pipeline.benchmarks import harness
-from pipeline.compare import speed
+from pipeline.common.models import build_model, configure
+from pipeline.compare import speed, sweep
+from pipeline.compare.flags import training_words
 
 
 def test_speeds_are_medians_of_whole_turns(monkeypatch):
@@ -66,3 +69,36 @@ def test_batches_of_a_measurement_are_spread_over_the_lengths():
     tokens = first["net_input"]["src_tokens"]
     assert tokens.shape == (2, 16) and (tokens == 3).all()
     assert first["net_input"]["src_lengths"].tolist() == [16, 16]
+
+
+def test_batches_of_training_are_the_first_of_a_training():
+    asked = {}
+
+    def iterator(data, **options):
+        asked.update(options)
+        return SimpleNamespace(next_epoch_itr=lambda shuffle: list("adcb" if shuffle else "abcd"))
+
+    task = SimpleNamespace(
+        load_dataset=lambda split: asked.update(split=split),
+        dataset=lambda split: None,
+        get_batch_iterator=iterator,
+    )
+    schedule = SimpleNamespace(batches=2, max_tokens=10)
+    args = SimpleNamespace(task="mt", schedule=schedule)
+    assert speed.training_batches(args, task) == ["a", "d"]
+    assert (asked["split"], asked["max_tokens"], asked["max_positions"]) == ("train", 10, (10, 10))
+
+
+def test_what_is_measured_is_the_trained_model(tmp_path, monkeypatch):
+    args = sweep.parse(["--systems", "talkconv"])
+    data = dictionaries(tmp_path / "bin", args.languages, 40)
+    words = training_words(args, data, args.systems["talkconv"])
+    cfg, task = configure(words)
+    trained = build_model(cfg.model, task)
+    torch.save({"model": trained.state_dict(), "args": None}, tmp_path / "averaged.pt")
+    measured = []
+    monkeypatch.setattr(speed, "build_generator", lambda model, *_, **__: measured.append(model))
+    speed.build_measured(args, words, tmp_path / "averaged.pt")
+    (model,) = measured
+    expected = trained.state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())

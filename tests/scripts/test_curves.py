@@ -278,3 +278,16 @@ def test_a_validation_logged_twice_counts_once(tmp_path):
     log.epoch(10, "valid", 10, 8.0)
     run = read_log(log.write(tmp_path / "log.txt"))
     assert points(run["valid"], "updates", "loss") == [(10, 8.0)]
+
+
+def test_time_goes_on_over_three_sessions(tmp_path):
+    log = Log()
+    log.start(0)
+    log.train(10, 10, 9.0)
+    log.say(12, SAVED % ("runs/a", 10))
+    log.start(100, loaded=("runs/a", 10))
+    log.say(105, SAVED % ("runs/a", 20))
+    log.start(200, loaded=("runs/a", 20))
+    log.train(203, 30, 7.0)
+    run = read_log(log.write(tmp_path / "log.txt"))
+    assert points(run["train"], "updates", "seconds") == [(10, 10), (30, 12 + 5 + 3)]

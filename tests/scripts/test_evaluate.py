@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +17,12 @@ from omegaconf import OmegaConf
 from conftest import ROOT, SMALL_LM, fairseq
 
 pytest.importorskip("fairseq")
-from fairseq_cli import generate
+from fairseq_cli import eval_lm, generate
 
 from pipeline.common.command import BadInput
 from pipeline.common.files import read_lines, write_lines
 from pipeline.common.logs import read_hypotheses
-from pipeline.recipes import config, evaluate
+from pipeline.recipes import average, config, evaluate
 
 SPANISH = ["task.source_lang=es", "task.target_lang=en", "generation.beam=2"]
 EN_DE = "wmt16_en_de/talkconv"
@@ -526,3 +527,73 @@ def test_results_that_are_no_list_are_left_alone(tmp_path):
         evaluate.append_result(path, {"number": number})
     assert json.loads(path.read_text()) == [{"number": 1}, {"number": 2}]
     assert path.read_text().count("\n") == 4  # each result is a line
+
+
+# --- What is scored ---
+
+
+@pytest.fixture
+def play(monkeypatch):
+    """In place of fairseq-generate: writes `hypothesis` for each of 50 sentences, keeps configs."""
+
+    def main(cfg):
+        main.configs.append(cfg)
+        lines = "".join(f"H-{n}\t-0.5\t{main.hypothesis}\n" for n in range(50))
+        folder = Path(cfg.common_eval.results_path)
+        (folder / f"generate-{cfg.dataset.gen_subset}.txt").write_text(lines)
+
+    main.configs, main.hypothesis = [], "the word"
+    monkeypatch.setattr(generate, "main", main)
+    return main
+
+
+def test_settings_and_split_are_those_that_were_asked_for(play, verses, folder_of_a_run):
+    row = evaluation(
+        EN_DE, folder_of_a_run, "--data", verses, "checkpoint.keep_last_epochs=3", *SPANISH
+    )
+    row.output.mkdir()
+    row.score("valid", {"average": 3, "generation.lenpen": 0.35})
+    row.score("valid", {"average": 1, "generation.lenpen": 1.75})
+    mean, best = play.configs
+    assert mean.dataset.gen_subset == best.dataset.gen_subset == "valid"
+    assert (mean.generation.lenpen, best.generation.lenpen) == (0.35, 1.75)
+    assert mean.generation.beam == best.generation.beam == 2
+    assert mean.common_eval.path == str(row.output / "averaged.pt")
+    assert best.common_eval.path == str(folder_of_a_run / "checkpoint_best.pt")
+
+
+def test_a_perplexity_is_of_the_split_that_was_asked_for(monkeypatch, lm_verses, trained_lm):
+    scored = []
+    monkeypatch.setattr(eval_lm, "main", lambda cfg: scored.append(cfg) or {"loss": 3})
+    row = evaluation("wikitext103/talkconv", trained_lm, "--data", lm_verses)
+    assert row.score("valid", {"average": 1})["perplexity"]["score"] == 8
+    assert [cfg.dataset.gen_subset for cfg in scored] == ["valid"]
+
+
+def test_text_is_scored_as_its_data_was_prepared(play, verses, trained, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(verses, data)
+    prepared = json.loads((data / "prepared.json").read_text())
+    prepared |= {"tokenizer": "moses", "lowercase": True, "subwords": "subword_nmt"}
+    (data / "prepared.json").write_text(json.dumps(prepared))
+    play.hypothesis = "it &apos;s a word"
+    out = tmp_path / "out"
+    out.mkdir()
+    row = evaluation(EN_DE, trained, "--data", data, "--output", out, *SPANISH)
+    scores = row.score("valid", {"average": 1})
+    assert "case:lc" in scores["sacrebleu"]["tool"] and "case:lc" in scores["chrf"]["tool"]
+    assert read_lines(out / "valid.en") == ["it's a word"] * 50
+    assert read_lines(out / "tokenized.valid.en") == ["it &apos;s a word"] * 50
+    assert play.configs[0].common_eval.post_process == "subword_nmt"
+
+
+@pytest.mark.parametrize(
+    "checkpoint, expected",
+    [
+        ({"keep_last_epochs": 10}, (10, average.EPOCHS)),
+        ({"keep_interval_updates": 5, "keep_last_epochs": -1}, (5, average.UPDATES)),
+        ({}, (1, average.EPOCHS)),
+    ],
+)
+def test_what_a_recipe_averages(checkpoint, expected):
+    assert evaluate.recipe_average(OmegaConf.create({"checkpoint": checkpoint})) == expected

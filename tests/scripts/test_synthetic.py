@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,3 +54,37 @@ def test_a_command_that_cannot_be_used(words, capsys):
     with pytest.raises(SystemExit) as stop:
         synthetic.main(words)
     assert stop.value.code == 2 and "expected" in capsys.readouterr().err
+
+
+def test_no_training_sees_what_is_scored(monkeypatch):
+    """Sequences are other ones, in training, in validation and for each seed of a score."""
+    drawn = []
+
+    def make(length, generator):
+        drawn.append((generator.initial_seed(), length))
+        return synthetic.lag(length, generator, 5)
+
+    monkeypatch.setitem(TASKS, "lag5", make)
+    model = torch.nn.Embedding(WORDS + 1, WORDS + 1)
+    monkeypatch.setattr(synthetic, "build", lambda flags, seed: (model, 0))
+    monkeypatch.setattr(synthetic, "logits", lambda model, first, x: model(x))
+    for seed in (1, 2):
+        synthetic.trained({}, "lag5", 1, 1e-3, seed)
+    seen = set(drawn)
+    drawn.clear()
+    for seed in (0, 1, 2):
+        synthetic.accuracy(model, 0, "lag5", T, seed, batches=1)
+    assert len(seen) == 2 and len(set(drawn)) == 3 and not seen & set(drawn)
+
+
+def test_seeds_rates_and_lengths(monkeypatch):
+    monkeypatch.setattr(synthetic, "trained", lambda flags, task, steps, lr, seed: (lr, seed))
+    monkeypatch.setattr(
+        synthetic, "accuracy", lambda lr, of, task, length, seed: (-abs(lr - 2), of, length, seed)
+    )
+    found = synthetic.measure({}, "lag5", SimpleNamespace(lr=[1, 2, 3], seeds=3, steps=1))
+    assert found == {
+        "rate": 2,
+        "1x": [(0, seed, T, seed) for seed in (1, 2, 3)],
+        "4x": [(0, seed, 4 * T, seed) for seed in (1, 2, 3)],
+    }
