@@ -115,6 +115,7 @@ def test_the_module_begins_close_to_the_identity(K, causal):
     conv = ShortConv(600, K, causal)
     left = K - 1 if causal else K // 2
     assert (conv.weight[left] - 1).abs().mean() < 0.3 and conv.weight.std(1).max() < 0.3
+    assert conv.weight.std(1).min() > 0.15  # tells neighbours apart
     x = torch.randn(11, 2, 600)
     assert torch.equal(conv(x), short_conv(x, conv.weight, left))
 

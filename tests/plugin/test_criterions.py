@@ -158,7 +158,19 @@ def test_each_token_is_cut_once_and_only_in_there():
     assert not table(tokens).eq(0).any()
 
 
+def test_defaults_and_the_options_of_label_smoothing():
+    criterion = criterion_of()
+    assert (criterion.simcut_alpha, criterion.simcut_cutoff) == (3.0, 0.05)
+    criterion = criterion_of(sentence_avg=True, ignore_prefix_size=1, report_accuracy=True)
+    assert criterion.sentence_avg and criterion.report_accuracy
+    assert criterion.ignore_prefix_size == 1 and criterion.eps == 0.1
+
+
 def test_bad_options_and_models():
+    with pytest.raises(ValueError, match="simcut_alpha: expected at least 0, got nan"):
+        criterion_of(simcut_alpha=float("nan"))
+    with pytest.raises(ValueError, match="simcut_cutoff: expected from 0 to below 1, got -0.1"):
+        criterion_of(simcut_cutoff=-0.1)
     with pytest.raises(ValueError, match="simcut_alpha: expected at least 0, got -1"):
         criterion_of(simcut_alpha=-1.0)
     with pytest.raises(ValueError, match="simcut_cutoff: expected from 0 to below 1, got 1.0"):

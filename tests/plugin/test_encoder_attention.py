@@ -11,7 +11,12 @@ from building import from_flags, task
 from fairseq.models import build_model
 from fairseq.modules import MultiheadAttention
 
-from talk_fairseq.models.encoder_attention import EncoderAttention, reorder, with_tokens
+from talk_fairseq.models.encoder_attention import (
+    EncoderAttention,
+    encoder_out_of_rows,
+    reorder,
+    with_tokens,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +69,23 @@ def test_dropout_in_training():
     assert not torch.equal(first, second)
     first, second = (ours.eval()(query, memory, memory, mask, {})[0] for _ in range(2))
     assert torch.equal(first, second)
+
+
+def test_weights_are_those_before_dropout():
+    ours, _ = attentions(dropout=0.5)
+    memory, mask = encoded(50, 2)
+    _, weights = ours.train()(torch.randn(1, 2, 8), memory, memory, mask)
+    assert torch.allclose(weights.sum(-1), torch.ones(2, 1), rtol=0, atol=1e-6)
+
+
+def test_weights_of_halves_are_in_float32():
+    ours, theirs = (one.half() for one in attentions())
+    memory, mask = encoded(7, 3)
+    query, memory = torch.randn(2, 3, 8).half(), memory.half()
+    _, weights = ours(query, memory, memory, mask)
+    _, expected = theirs(query, memory, memory, mask, static_kv=True)
+    assert weights.dtype == expected.dtype == torch.float32
+    assert torch.allclose(weights.sum(-1), torch.ones(3, 2), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("k", [None, 1, 4])
@@ -128,6 +150,13 @@ def test_following_begins_with_what_comes_after_the_same_token(heads):
     assert found[: (heads + 1) // 2].all() and not found[(heads + 1) // 2 :].all(-1).any()
 
 
+def test_following_begins_with_one_orthogonal_projection():
+    ours = EncoderAttention(8, 4, encoder_decoder_attention=True, copies=True, follows=True)
+    q, k = ours.q_proj.weight, ours.k_proj.weight
+    assert torch.allclose(q @ q.T, torch.eye(8), rtol=0, atol=1e-6)
+    assert torch.equal(k[:4], q[:4]) and not torch.equal(k[4:], q[4:])
+
+
 def test_following_needs_the_tokens():
     with pytest.raises(ValueError, match="copy_attention: expected True with follow_attention"):
         build_model(from_flags("--arch", "talkconv", "--follow-attention"), task(100))
@@ -173,6 +202,14 @@ def test_alignment(padding):
     with torch.no_grad():
         out, _ = ours(query, memory, memory, mask if padding else None)
         assert torch.allclose(out, align(ours, query, memory, mask), rtol=0, atol=1e-12)
+
+
+def test_a_mask_of_bytes():
+    ours = aligned()
+    memory, mask = encoded(7, 3)
+    query, memory = torch.randn(5, 3, 8).double(), memory.double()
+    outs = [ours(query, memory, memory, one)[0] for one in (mask, mask.byte())]
+    assert torch.equal(*outs)
 
 
 def test_alignment_begins_without_slopes():
@@ -331,6 +368,24 @@ def test_weights_only_where_somebody_reads_them(model):
         assert model.decoder(target, encoder_out=encoder_out)[1]["attn"][0].shape == (2, 6, 5)
         step = model.decoder(target, encoder_out=encoder_out, incremental_state={})
         assert (step[1]["attn"][0] is not None) == need_attn
+
+
+@torch.no_grad()
+def test_later_steps_copy_no_encoder_output(model):
+    order, state = torch.tensor([2, 0, 1]), {}
+    encoder_out = model.encoder.reorder_encoder_out(encode(model, [9, 4, 11]), order)
+    attentions = [layer.encoder_attn for layer in model.decoder.layers]
+    assert encoder_out_of_rows(encoder_out, attentions, state) is not encoder_out
+    model.decoder(torch.randint(4, 99, (3, 1)), encoder_out=encoder_out, incremental_state=state)
+    assert encoder_out_of_rows(encoder_out, attentions, state) is encoder_out
+
+
+def test_layers_without_a_unit_keep_no_state(model):
+    model.decoder.layers.append(torch.nn.Identity())  # as a BaseLayer of fairseq has none
+    try:
+        model.decoder.reorder_incremental_state_scripting({}, torch.tensor([0]))
+    finally:
+        del model.decoder.layers[-1]
 
 
 @torch.no_grad()

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 pytest.importorskip("fairseq")
-from fairseq.optim.adam import Adam
+from fairseq.optim import build_optimizer
+from fairseq.optim.adam import Adam, FairseqAdamConfig
+from omegaconf import OmegaConf
 from torch import nn
 
 from conftest import SMALL, fairseq
@@ -83,6 +85,21 @@ def test_a_closure_and_a_sparse_gradient():
     p.grad = p.detach().to_sparse()
     with pytest.raises(RuntimeError, match="expected dense ones"):
         optimizer.step()
+
+
+def test_as_fairseq_builds_it():
+    given = {"adam_betas": "(0.8, 0.98)", "adam_eps": 1e-6, "weight_decay": 0.1, "lr": [0.02]}
+    cfg = OmegaConf.structured(FairseqAdamConfig(**given, tpu=False))
+    cfg = OmegaConf.create({**cfg, "_name": "fused_adam"})
+    built = build_optimizer(cfg, parameters(torch.float32))
+    (group,) = built.optimizer.param_groups
+    assert (group["lr"], *group["betas"], group["eps"]) == (0.02, 0.8, 0.98, 1e-6)
+    assert group["weight_decay"] == 0.1 and type(built.optimizer) is FusedAdam
+    assert type(built).__name__ == "FairseqAdam"  # as of the checkpoints of adam
+    assert built.supports_memory_efficient_fp16 and built.supports_flat_params
+    cfg.fp16_adam_stats = True
+    with pytest.raises(ValueError, match="fp16_adam_stats: expected false with fused_adam"):
+        build_optimizer(cfg, parameters(torch.float32))
 
 
 @pytest.mark.slow

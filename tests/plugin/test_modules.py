@@ -41,6 +41,14 @@ def test_half_modules_keep_offsets_in_float32(dtype):
     assert conv(torch.randn(4, 1, 8, dtype=dtype)).dtype == dtype
 
 
+@pytest.mark.parametrize("root", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_modules_with_windows_of_their_own(dtype, root):
+    unit = TaLKConvUnit(8, 2, 5, spread_windows=True, root_normalize=root).to(dtype)
+    x = torch.randn(4, 1, 8, dtype=dtype)
+    assert unit(x)[0].dtype == unit(x, incremental_state={})[0].dtype == dtype
+
+
 def test_autocast():
     conv = TaLKConv(8, 2, 5, 2)
     x = torch.randn(6, 2, 8)
@@ -302,6 +310,11 @@ def test_an_input_of_another_shape(shape):
     for state in (None, {}):
         with pytest.raises(ValueError, match=f"query: {message}"):
             unit(x, incremental_state=state)
+
+
+def test_an_attention_mask_is_refused():
+    with pytest.raises(ValueError, match=r"attn_mask: expected None, got \(5, 5\)"):
+        TaLKConvUnit(8, 2, 3)(torch.randn(5, 1, 8), attn_mask=torch.zeros(5, 5))
 
 
 def test_a_two_sided_module_cannot_step():

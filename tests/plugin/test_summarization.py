@@ -25,12 +25,14 @@ from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.logging import metrics
 from fairseq.sequence_generator import EnsembleModel
+from fairseq.tasks.translation import TranslationTask
 from rouge_score.rouge_scorer import RougeScorer
 
 from pipeline.recipes import rouge as score_rouge
 from talk_fairseq.rouge import KINDS, rouge, rouge_sums
 from talk_fairseq.tasks.talk_summarization import (
     StepwiseLengthPenaltyBeamSearch,
+    StepwiseLengthPenaltyGenerator,
     TaLKSummarizationTask,
     length_penalty,
 )
@@ -202,6 +204,28 @@ def test_validation_scores_what_is_generated(corpus, validated, tmp_path):
     assert scores["summaries"] == 50
     stats = next(stats for stats in logged if stats["rouge_l"] == best)
     assert {kind: round(scores[kind], 2) for kind in KINDS} == {k: stats[k] for k in KINDS}
+
+
+def test_validation_splits_sentences(corpus, monkeypatch):
+    task = task_of(corpus, eval_rouge=True, eval_rouge_sentence_separator=" . ")
+    texts = ["a b . c d"], ["c d . a b"]
+    monkeypatch.setattr(TranslationTask, "valid_step", lambda *_: (0, 1, {}))
+    monkeypatch.setattr(task, "_summarize", lambda *_: texts)
+    _, _, log = task.valid_step(None, None, None)
+    wanted = rouge_sums(*texts, " . ")
+    assert wanted != rouge_sums(*texts) and log["_rouge_count"] == 1
+    assert {kind: log[f"_{kind}"] for kind in KINDS} == wanted
+
+
+def test_validation_joins_words_and_prints_a_summary(corpus, monkeypatch, caplog):
+    task = task_of(corpus, eval_rouge_remove_bpe="@@ ", eval_rouge_print_samples=True)
+    task.tgt_dict, task.rouge_generator = Dictionary(), None
+    words = [task.tgt_dict.add_symbol(word) for word in ("lo@@", "w")]
+    tokens = torch.tensor([*words, task.tgt_dict.eos(), task.tgt_dict.pad()])
+    monkeypatch.setattr(task, "inference_step", lambda *_: [[{"tokens": tokens[:3]}]])
+    with caplog.at_level("INFO"):
+        assert task._summarize({"target": tokens[None]}, None) == (["low"], ["low"])
+    assert "example hypothesis: low" in caplog.text and "example reference: low" in caplog.text
 
 
 class NoCriterion:
@@ -394,6 +418,16 @@ def test_what_falls_out_of_the_beam_is_no_padding(toy):
     scores, tokens, _ = search.step(0, lprobs, None)
     assert scores.tolist() == [[-1, -math.inf, -math.inf, -math.inf]]
     assert tokens.tolist() == [[toy.first, toy.eos, toy.eos, toy.eos]]
+
+
+def test_a_generator_of_ones_own(toy, corpus):
+    class Own(StepwiseLengthPenaltyGenerator):
+        pass
+
+    args = SimpleNamespace(beam=2, lenpen=1.0, max_len_b=6, min_len=0)
+    task = task_of(corpus, stepwise_lenpen=True)
+    task.tgt_dict = toy.dictionary
+    assert type(task.build_generator(toy, args, Own)) is Own
 
 
 @pytest.mark.parametrize("alpha", [0, 0.9, 2.5])

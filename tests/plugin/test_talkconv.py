@@ -14,6 +14,7 @@ from building import build, from_flags, from_yaml, task, units
 from fairseq import checkpoint_utils
 from fairseq.models import build_model
 from fairseq.models.transformer import TransformerConfig
+from fairseq.modules import checkpoint_activations
 
 from talk_fairseq.models.config import TaLKConvConfig, nested_config, window_list
 from talk_fairseq.models.talkconv import TaLKConvModel
@@ -120,6 +121,16 @@ def test_archs_beyond_the_paper_only_add_to_the_papers(plus, paper):
         assert all(layer.activation_fn is activation for layer in layers)
 
 
+@pytest.mark.parametrize("arch", ["talkconv", *ARCHS])
+def test_archs_of_the_paper_have_nothing_beyond_it(arch):
+    cfg = from_flags("--arch", arch)
+    for name in ("spread_offsets", "spread_windows", "root_normalize"):
+        assert cfg[name] is False
+    for name in ("copy_attention", "align_attention", "follow_attention"):
+        assert cfg[name] is False
+    assert cfg.encoder_short_kernel == cfg.decoder_short_kernel == 0
+
+
 def test_aligning_takes_targets_that_begin_on_the_left():
     """As generators give them, whose steps count from the first token."""
     for options in "cfg", "args":  # the second of tasks without a dataclass
@@ -212,6 +223,31 @@ def test_configs_do_not_share_their_parts():
 )
 def test_window_list(text, layers, expected):
     assert window_list("windows", text, layers) == expected
+
+
+@pytest.mark.parametrize("windows", ["3x10000", [True], True, None, "", "3,"])
+def test_bad_window_lists(windows):
+    with pytest.raises(ValueError, match="windows: expected windows such as"):
+        window_list("windows", windows, 1)
+
+
+def test_no_window_to_the_right():
+    cfg = from_yaml("_name: talkconv\nencoder_layers: 1\nencoder_max_left: 3\nencoder_max_right: 0")
+    (unit,) = units(build(cfg), "encoder")
+    assert (unit.conv.max_left, unit.conv.max_right) == (3, 0)
+
+
+def test_sides_of_other_sizes():
+    flags = (
+        "--arch talkconv --encoder-embed-dim 32 --decoder-embed-dim 64 --encoder-conv-dim 48 "
+        "--decoder-conv-dim 96 --encoder-layers 1 --decoder-layers 1 --encoder-max-left 3 "
+        "--decoder-max-left 3"
+    )
+    model = build(from_flags(*flags.split()), 20, 20)
+    attention = model.decoder.layers[0].encoder_attn
+    assert attention.k_proj.weight.shape == attention.v_proj.weight.shape == (64, 32)
+    assert units(model, "encoder")[0].conv.channels == 48
+    assert units(model, "decoder")[0].conv.channels == 96
 
 
 @pytest.mark.parametrize(
@@ -376,6 +412,37 @@ def test_what_fairseq_gives_still_works(flags):
     logits, _ = model(source, torch.tensor([9, 9]), source)
     logits.sum().backward()
     assert model.encoder.embed_tokens.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    "flag, offloads", [("--checkpoint-activations", False), ("--offload-activations", True)]
+)
+def test_activations_are_computed_again(flag, offloads):
+    model = build(from_flags(*SMALL, flag), 50)
+    for layer in (*model.encoder.layers, *model.decoder.layers):
+        assert layer.forward.func is checkpoint_activations._checkpointed_forward
+        assert layer.forward.args[1] is offloads
+
+
+def test_noise_of_quantisation_reaches_units_and_attention():
+    flags = "--quant-noise-pq 0.1 --quant-noise-pq-block-size 4"
+    model = build(from_flags(*SMALL, *flags.split()), 50)
+    for layer in (*model.encoder.layers, *model.decoder.layers):
+        linears = [layer.self_attn.linear1, layer.self_attn.linear2]
+        if attention := getattr(layer, "encoder_attn", None):
+            linears += [getattr(attention, f"{name}_proj") for name in ("q", "k", "v", "out")]
+        assert all(linear._forward_pre_hooks for linear in linears)
+
+
+def test_without_attention_to_the_encoder():
+    model = build_model(from_flags(*SMALL, "--no-cross-attention"), task(50)).eval()
+    assert all(layer.encoder_attn is None for layer in model.decoder.layers)
+    source, state = torch.randint(4, 50, (2, 9)), {}
+    expected, _ = model(source, torch.tensor([9, 9]), source)
+    for step in range(9):
+        logits, _ = model.decoder(source[:, : step + 1], incremental_state=state)
+        model.decoder.reorder_incremental_state_scripting(state, torch.tensor([0, 1]))
+        assert torch.allclose(logits[:, -1], expected[:, step], rtol=0, atol=1e-5)
 
 
 def test_scores_to_1e_5_whatever_the_padding(model):

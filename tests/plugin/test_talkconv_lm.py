@@ -31,6 +31,8 @@ from building_lm import (
 from fairseq.dataclass.configs import EMAConfig
 from fairseq.models import build_model
 from fairseq.models.ema import EMA
+from fairseq.modules import checkpoint_activations
+from omegaconf import OmegaConf
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -212,6 +214,42 @@ def test_dimensions_of_input_and_output_follow_the_embedding():
     assert decoder.output_projection.weight.shape == (60, 24)
 
 
+def test_a_longest_text_beyond_the_samples():
+    cfg = from_flags("--arch", "talkconv_lm", "--max-target-positions", "99")
+    assert build(cfg).max_positions() == 99
+
+
+def test_options_of_the_task_where_the_model_names_none():
+    task = {"tokens_per_sample": 48, "max_target_positions": None, "add_bos_token": False}
+    root = {"task": task, "common": {"tpu": False}, "model": {"_name": "talkconv_lm_big"}}
+    assert build(OmegaConf.create(root).model).max_positions() == 48
+
+
+def test_embeddings_by_flags():
+    flags = f"--arch talkconv_lm {ADAPTIVE} --adaptive-input-factor 2 --adaptive-softmax-factor 8"
+    decoder = build(from_flags(*flags.split())).decoder
+    assert [band[0].weight.shape[1] for band in decoder.embed_tokens.embeddings] == [512, 256, 128]
+    assert [tail[0].out_features for tail in decoder.adaptive_softmax.tail] == [64, 8]
+    flags = f"{CHARACTERS} --character-embedding-dim 6 --char-embedder-highway-layers 3"
+    embed_tokens = build(from_flags("--arch", "talkconv_lm", *flags.split())).decoder.embed_tokens
+    assert embed_tokens.char_embeddings.embedding_dim == 6
+    assert len(embed_tokens.highway.layers) == 3
+
+
+@pytest.mark.parametrize("flags", ["", ADAPTIVE])
+def test_padding_has_no_embedding(flags):
+    assert tiny(flags).decoder.embed_tokens.padding_idx == task().source_dictionary.pad()
+
+
+def test_fewer_words_to_predict_than_to_read():
+    flags = "--arch talkconv_lm --adaptive-softmax-cutoff".split()
+    assert build(from_flags(*flags, "45"), 60, 50).decoder.adaptive_softmax.cutoff == [45, 50]
+    with pytest.raises(ValueError, match="adaptive_softmax_cutoff: .* at most the 50 words"):
+        build(from_flags(*flags, "55"), 60, 50)
+    decoder = build(from_flags("--arch", "talkconv_lm"), 60, 50).decoder
+    assert decoder.output_projection.out_features == 50
+
+
 @pytest.mark.parametrize("source", ["flags", "yaml"])
 def test_layers_to_keep(source):
     """Pruned at load: the layers that are kept have the weights and windows that they had."""
@@ -281,6 +319,8 @@ def test_a_variant_of_the_unit_is_an_attribute_of_the_model():
             "--scale-heads --decoder-conv-dim 60 --decoder-talk-heads 6",
             "scale_heads: expected heads that divide 512, got 6",
         ),
+        ("--adaptive-softmax-cutoff 9 --decoder-output-dim 2", r"got 2 // 4 \*\* 1"),
+        ("--adaptive-softmax-cutoff 9 --adaptive-softmax-factor 600", r"got 512 // 600 \*\* 1"),
         ("--adaptive-softmax-cutoff 61", "adaptive_softmax_cutoff: expected rising cutoffs"),
         ("--character-embeddings --character-filters 3", "character_filters: expected pairs of"),
     ],
@@ -364,6 +404,21 @@ def test_it_learns(flags):
         loss.backward()
         optimizer.step()
     assert before > 3 and loss.item() < 0.6 * before
+
+
+@pytest.mark.parametrize(
+    "flag, offloads", [("--checkpoint-activations", False), ("--offload-activations", True)]
+)
+def test_activations_are_computed_again(flag, offloads):
+    for layer in tiny(flag).decoder.layers:
+        assert layer.forward.func is checkpoint_activations._checkpointed_forward
+        assert layer.forward.args[1] is offloads
+
+
+def test_noise_of_quantisation_reaches_the_embeddings():
+    flags = f"{ADAPTIVE} --quant-noise-pq 0.1 --quant-noise-pq-block-size 2"
+    for band in tiny(flags).decoder.embed_tokens.embeddings:
+        assert band[1]._forward_pre_hooks
 
 
 def test_a_moving_average_of_its_parameters():
