@@ -17,7 +17,15 @@ import pytest
 import torch
 from test_numbers import NOT_FINITE, check_edges, check_spread, check_spread_of_gradients
 
-from oracle import check_backward, check_forward, check_short_conv, short_conv, talk_conv
+from oracle import (
+    check_backward,
+    check_forward,
+    check_short_conv,
+    rms_error,
+    short_conv,
+    talk_conv,
+    talk_conv_backward,
+)
 from talk_fairseq.ops import cuda_backend, cuda_plan
 from talk_fairseq.ops.kernel_source import source, source_path, struct_of
 
@@ -180,6 +188,12 @@ def test_windows_too_large_for_shared_memory(T, causal, dtype):
     assert any("walk" in name for name in host.launched)
 
 
+@pytest.mark.parametrize("T", [31, 255, 256])
+def test_large_windows_of_whole_units_blocks_and_chunks(T):
+    """There is a row before the first time step, and one behind the last."""
+    check(Host(shared_memory=0), example(T, 1, 2, 4), 200, 100)
+
+
 @pytest.mark.parametrize("R", [1, 3, 37, 64, 200])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_windows_and_channels_of_a_head(R, dtype):
@@ -272,6 +286,15 @@ def test_far_windows_on_both_sides(dtype):
     assert host.launched[1].startswith("talk_reach")
 
 
+def test_windows_that_end_on_the_first_row_beyond_a_halo():
+    """All of them do: of 12 rows on the left in one head, and of 16 on the right in another."""
+    dout, x, left, right = example(560, 1, 2, 4)
+    left[..., 0], left[..., 1], right[..., 0], right[..., 1] = 12.5 / 9, 0, 0, 16.5 / 12
+    host = Host()
+    check_backward(host.backward, dout, x, left, right, 9, 12)
+    assert host.launched[0].startswith("talk_reach")
+
+
 @pytest.mark.parametrize("shared_memory", [0, SHARED_MEMORY])
 def test_huge_and_infinite_offsets_reach_the_edges(shared_memory):
     dout, x, left, right = example(300, 1, 3, 4)
@@ -350,6 +373,18 @@ def test_error_does_not_grow_with_length(windows):
     assert ((out - exact).norm() / exact.norm()).item() < 1e-6
 
 
+def test_errors_of_one_sign_do_not_add_up():
+    """Each sum of 0.1 is rounded the same way again and again."""
+    dout, x, *offsets = example(6000, 1, 1, 1)
+    inputs = (x.fill_(0.1), *offsets, 1000, 1000)
+    assert rms_error(Host().forward(*inputs), talk_conv(*inputs)) < 1e-6
+    dx = Host().backward(dout.fill_(0.1), *inputs)[0]
+    assert rms_error(dx, talk_conv_backward(dout, *inputs)[0]) < 1e-6
+    far = torch.zeros(6000, 1, 1)
+    far[5900] = 500
+    check_forward(Host().forward, x, far, None, 9, 0)
+
+
 @pytest.mark.parametrize("shared_memory", [0, SHARED_MEMORY])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_order_of_threads_does_not_matter(dtype, shared_memory):
@@ -420,18 +455,28 @@ def test_shapes_beyond_a_grid():
     for plan in (cuda_plan.plan_forward, cuda_plan.plan_backward):
         with pytest.raises(ValueError, match=r"x: expected at most [\d,]+ time steps on CUDA"):
             plan(torch.float32, True, SHARED_MEMORY, 2**25, 1, 64, 1, 3, 3)
+    with pytest.raises(ValueError, match="x: expected at most 65,535 blocks along a side"):
+        cuda_plan.plan_forward(torch.float32, True, SHARED_MEMORY, 1, 1, 2**22, 1, 3, 3)
     with pytest.raises(ValueError, match="x: expected less than 4 GiB a time step"):
         cuda_plan.plan_backward(torch.float32, True, SHARED_MEMORY, 9, 2**24, 64, 1, 3, 3)
 
 
-def test_misaligned_rows_take_the_scalar_path():
-    dout, x, left, right = example(33, 1, 2, 8)
-    memory = torch.empty(x.numel() + 1)
-    shifted = memory[1:].view_as(x)
-    shifted.copy_(x)
+@pytest.mark.parametrize("which", range(2))  # dout, x
+def test_misaligned_rows_take_the_scalar_path(which):
+    tensors = list(example(33, 1, 2, 8))
+    memory = torch.empty(tensors[which].numel() + 1)
+    tensors[which] = memory[1:].view_as(tensors[which]).copy_(tensors[which])
     host = Host()
-    check(host, (dout, shifted, left, right), 7, 7)
-    assert all("narrow" in name for name in host.launched)
+    check(host, tensors, 7, 7)
+    narrow = [name for name in host.launched if "narrow" in name]
+    assert len(narrow) == 1 + which  # forward there is no dout
+
+
+def test_misaligned_steps_take_the_scalar_path():
+    x, offset = torch.randn(17)[1:].view(1, 2, 8), torch.rand(1, 2, 2)
+    sums, host = torch.empty(6, 2, 8, dtype=torch.float64), Host()
+    assert torch.allclose(host.update(x, offset, sums, None, 0, 3), x / 4)
+    assert host.launched == ["talk_update_float32_narrow"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -452,6 +497,8 @@ def test_runs_of_short_convolutions(T):
     first = Host(1).short_conv(x, weight, dout, 3)
     assert all(map(torch.equal, first, Host(2).short_conv(x, weight, dout, 3)))
     check_short_conv(first, short_conv(x, weight, dout, 3))
+    x, dout = torch.ones_like(x), torch.full_like(dout, 0.1)  # rounded the same way every time
+    check_short_conv(Host().short_conv(x, weight, dout, 3), short_conv(x, weight, dout, 3))
 
 
 @pytest.mark.parametrize("which", range(3))

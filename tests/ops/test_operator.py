@@ -27,6 +27,7 @@ SHAPES = [  # T, B, C, H
     (129, 1, 96, 2),
     (151, 2, 40, 5),
     (70, 1, 500, 5),  # more channels than a task of the CPU backend takes
+    (5, 1, 300, 1),  # and so does one head
 ]
 WINDOWS = [(0, 0), (1, 1), (7, 0), (3, 9), (31, 31), (400, 200)]  # the last beyond every T
 
@@ -114,6 +115,19 @@ def test_mixed_dtypes(on, dtype, offset_dtype):
     assert dx.dtype == dtype and d_left.dtype == d_right.dtype == offset_dtype
 
 
+@pytest.mark.parametrize("which", [1, 2])
+def test_kernels_take_offsets_of_one_dtype(monkeypatch, which):
+    args, taken = list(arguments(9, 2, 8, 2, 4, 3)), []
+    args[which] = args[which].double()
+
+    def forward(*inputs):
+        taken.extend(tensor.dtype for tensor in inputs[:3])
+        return torch.zeros_like(inputs[0])
+
+    monkeypatch.setattr(cpu_backend, "forward", forward)
+    assert talk_conv(*args).dtype == torch.float32 and taken == [torch.float64] * 3
+
+
 def test_a_table_by_hand(on):
     x, one = torch.tensor([1.0, 2.0, 4.0, 8.0]).reshape(4, 1, 1), torch.ones(4, 1, 1)
     for offset_left, offset_right, window, sums in [
@@ -160,7 +174,7 @@ def test_huge_window(on):
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 4, 2), (3, 0, 4, 2), (3, 2, 0, 2)], ids=str)
-def test_empty(on, shape):
+def test_empty(on, poisoned_memory, shape):
     args = on(*arguments(*shape, 3, 2))
     out = talk_conv(*args)
     assert out.shape == args[0].shape
@@ -224,6 +238,15 @@ def test_offsets_of_no_window_may_not_be_negative_either(on, value):
     left[4, 0, 0], right[9, 0, 1], left[6] = value, value, -0.0
     out = talk_conv(*on(x, left, right, 0, 0)).cpu()
     assert out.isnan().nonzero().tolist() == [[4, 0, 0], [4, 0, 1], [9, 0, 2], [9, 0, 3]]
+
+
+@pytest.mark.parametrize("value", [-2.0, math.nan])
+def test_offsets_that_are_all_wrong(on, value):
+    x, left, right, *window = on(*arguments(9, 1, 4, 2, 5, 3))
+    left, right = torch.full_like(left, value), torch.full_like(right, value)
+    assert talk_conv(x, left, right, *window).isnan().all()
+    got = gradients(talk_conv, torch.ones_like(x), x, left, right, *window)
+    assert all(gradient.isnan().all() for gradient in got)
 
 
 def test_infinite_offsets_reach_the_edges(on):
@@ -412,6 +435,7 @@ X, OFFSET = torch.zeros(5, 2, 6), torch.zeros(5, 2, 3)
             ValueError,
             r"offset_right: expected shape \(5, 2, 3\)",
         ),
+        ((X, OFFSET.to("meta"), None, 1, 0), ValueError, "offset_left: expected device cpu"),
         ((X, OFFSET, OFFSET.to("meta"), 1, 1), ValueError, "offset_right: expected device cpu"),
         ((X, OFFSET, None, 1, 1), ValueError, "max_right: expected 0 without offset_right, got 1"),
         ((X, OFFSET, OFFSET, -1, 1), ValueError, "max_left: expected a window of 0.*got -1"),
