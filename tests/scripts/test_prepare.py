@@ -9,6 +9,7 @@ import signal
 import subprocess
 import tarfile
 import threading
+import zipfile
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -81,6 +82,9 @@ def test_iwslt(tmp_path):
     assert (prepared["tokenizer"], prepared["lowercase"]) == ("moses", True)
     assert (prepared["source_lang"], prepared["target_lang"]) == ("de", "en")
     assert {"what": "pairs of train", "found": 284, "published": [160239]} in prepared["checks"]
+    assert {"what": "pairs of valid", "found": 12, "published": [7283]} in prepared["checks"]
+    sets = [check["found"] for check in prepared["checks"] if "IWSLT14." in check["what"]]
+    assert sets == [12] * 5  # each for itself
 
     # By hand from the archive: what is kept, every 23rd of it, and the order of the test sets.
     pairs = list(zip(archives.verses("es", 300), archives.verses("en", 300)))
@@ -219,6 +223,51 @@ def test_pretokenized_data_is_taken_as_it_is(tmp_path, capfd):
     assert json.loads((output / "prepared.json").read_text())["lines"] == {"test": 20}
     assert (output / "dict.en.txt").read_text() == (given / "dict.en.txt").read_text()
 
+    # Other text is not taken for this one.
+    other = ("iwslt14_de_en", "--pretokenized", tmp_path, "--output", output)
+    assert f"--pretokenized: expected {given} of {output}" in refusal(capfd, *other)
+
+
+def tokenized(name, folder, **splits):
+    """What is made of plain text, ``{split: pairs}``; also the preparation, as far as that."""
+    prep = prepare_benchmark.Preparation(name, SimpleNamespace(
+        vocabulary=None, data=[], download=False, pretokenized=None, output=folder / name,
+        other_counts=True, workers=1,
+    ))  # fmt: skip
+    prep.folder.mkdir(parents=True)
+    for split, pairs in splits.items():
+        for path, side in zip(prep.paths("", split), zip(*pairs)):
+            path.write_text(archives.text(side), encoding="utf-8")
+        prep.prepared["lines"][split] = len(pairs)
+    prepare_benchmark.write_tokenized(prep)
+    paths = (prep.paths("tokenized.", split) for split in splits)
+    return {split: list(zip(*map(lines, of))) for split, of in zip(splits, paths)}, prep
+
+
+def test_what_is_done_to_training_text_alone_and_to_the_rest_alone(tmp_path):
+    """Cleaned and normalised is what is learnt from; apostrophes get straight in what is scored."""
+    pair, uneven = ("It’s “so” here.", "L’eau « là » dort."), ("a", "b c d")
+    found, _ = tokenized("wmt14_en_fr", tmp_path, train=[pair], valid=[pair], test=[pair])
+    normal = "It &apos;s &quot; so &quot; here .", "L&apos; eau &quot; là &quot; dort ."
+    other = "It &apos;s “ so ” here .", "L&apos; eau « là » dort ."
+    assert found == {"train": [normal], "valid": [other], "test": [other]}
+    # Each language by its own rules; of pairs whose lengths differ, those to learn from go.
+    pair = ("it’s", "it’s")
+    found, _ = tokenized("iwslt14_de_en", tmp_path, train=[pair, uneven], test=[pair, uneven])
+    assert found["train"] == [("it ’ s", "it ’ s")]
+    assert found["test"] == [("it &apos; s", "it &apos;s"), uneven]
+
+
+def test_pieces_are_learnt_of_long_lines_of_both_sides(tmp_path):
+    """Of articles, which SentencePiece leaves out by default; and of nothing but training text."""
+    train = [("abcd " * 2000, "efgh")] + [("x", "efgh")] * 50
+    _, prep = tokenized("cnn_dm", tmp_path, train=train, test=[("ijkl", "ijkl")] * 500)
+    prep.vocabulary = 24
+    prepare_benchmark.write_pieces(prep)
+    assert lines(prep.folder / "pieces.train.source")[0].split() == ["▁abcd"] * 2000
+    assert lines(prep.folder / "pieces.train.target")[0] == "▁efgh"
+    assert lines(prep.folder / "pieces.test.target")[0] != "▁ijkl"
+
 
 # --- Stopping, going on, and running again ---
 
@@ -250,6 +299,7 @@ def test_a_killed_run_goes_on_with_the_stage_it_was_in(tmp_path, monkeypatch, ca
     assert not (work / "train.de").exists()  # what is done with is not kept
 
     # Not with other settings, which would not fit what is there.
+    assert "other settings (data: [" in refusal(capfd, *arguments, "--data", tmp_path)
     message = refusal(capfd, *arguments[:-2], "500")
     assert "out.partial holds a preparation with other settings" in message
     assert "--restart" in message
@@ -343,6 +393,8 @@ def test_published_counts_pass_in_silence(capfd):
     assert capfd.readouterr().err == ""
     run.check("train", 4_500_000, (3_976_000,), exact=False)
     assert capfd.readouterr().err == "warning: train: expected about 3,976,000, got 4,500,000\n"
+    run.check("train", 3_890_000, (3_976_000,), exact=False)  # more than one in fifty
+    assert "warning: train: " in capfd.readouterr().err
     with pytest.raises(ValueError, match="test: expected 3,003 or 2,737, got 3,002"):
         run.check("test", 3002, (3003, 2737))
     assert [check["found"] for check in run.prepared["checks"]][-1] == 3002
@@ -370,6 +422,37 @@ def test_one_archive_of_several_is_missing(tmp_path, capfd):
     message = refusal(capfd, "wmt16_en_de", "--data", data, "--output", tmp_path / "out")
     assert "missing commoncrawl.de-en.en, commoncrawl.de-en.de; give" in message
     assert "training-parallel-commoncrawl.tgz" in message and "europarl" not in message
+
+
+def test_what_data_lacks_is_downloaded(tmp_path, monkeypatch):
+    """And what it has is used, though the archive has it too."""
+    host = archives.wikitext103(tmp_path / "host")
+    asked = []
+
+    def download(url, folder):
+        asked.append(url)
+        return host / url.rpartition("/")[2]
+
+    monkeypatch.setattr(prepare_benchmark, "download", download)
+    data, output = tmp_path / "data", tmp_path / "out"
+    data.mkdir()
+    (data / "wiki.train.tokens").write_text("my own words\n" * 9)
+    arguments = ("wikitext103", "--data", data, "--download", "--output", output)
+    assert prepare(*arguments, "--other-counts") == 0
+    assert asked == list(BENCHMARKS["wikitext103"].archives)
+    prepared = json.loads((output / "prepared.json").read_text())
+    assert prepared["lines"] == {"train": 9, "valid": 15, "test": 15}
+
+
+def test_an_archive_that_is_replaced_is_read_anew(tmp_path):
+    path, found = tmp_path / "data/words.zip", []
+    path.parent.mkdir()
+    for text in ("wrong", "right words"):
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("train.txt", text)
+        files = prepare_archives.gather(["train.txt"], [path], {}, tmp_path / "extracted")
+        found.append(files["train.txt"].read_text())
+    assert found == ["wrong", "right words"]
 
 
 def truncate(path):

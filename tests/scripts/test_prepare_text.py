@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from conftest import ROOT
 from pipeline.data import corpus as corpora
 from pipeline.data import text as prepare_text
+from pipeline.data.benchmarks import BENCHMARKS, Benchmark
 
 
 def write(path, lines):
@@ -170,3 +172,45 @@ def test_a_sentence_that_is_too_long_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"train.en: .* got \d+ in line 3; .*--cut-source N"):
         corpora.prepare(corpus, ["en", "es"], 40, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_sentence_is_its_words_with_one_space_between(tmp_path):
+    text = "\ufeffGod \t said.\n And\u00a0it  was. \r\n"
+    (tmp_path / "train.en").write_bytes(text.encode())
+    assert corpora.read_sentences(tmp_path, "train.en") == ["God said.", "And it was."]
+
+
+def test_pieces_are_learnt_of_the_training_text_of_both_languages(tmp_path):
+    sides = {"en": "god", "es": "dijo"}
+    corpus = {f"train.{language}": [word] * 50 for language, word in sides.items()}
+    corpus |= {
+        f"{split}.{language}": ["hvxk"] * 99 for split in ("valid", "test") for language in sides
+    }
+    corpora.prepare(corpus, list(sides), 24, tmp_path / "out")
+    for language, word in sides.items():
+        text = (tmp_path / f"out/pieces/train.{language}").read_text()
+        assert text == f"\u2581{word}\n" * 50
+    assert (tmp_path / "out/pieces/test.en").read_text() != "\u2581hvxk\n" * 99
+
+
+WMT = {"longest": 250, "ratio": 1.5, "clean": "pieces", "straight": True}
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        (
+            "iwslt14_de_en",
+            {"vocabulary": 10_000, "joined": False, "longest": 175, "ratio": 1.5,
+             "valid_every": 23, "straight": True, "lowercase": True},
+        ),
+        ("wmt16_en_de", WMT | {"vocabulary": 32_768}),
+        ("wmt14_en_fr", WMT | {"vocabulary": 40_000, "normalize": True, "split_dashes": True}),
+        ("cnn_dm", {"vocabulary": 30_000, "tokenizer": "none", "learn_from": 200_000}),
+        ("wikitext103", {"tokenizer": "none"}),
+    ],
+)  # fmt: skip
+def test_how_benchmarks_are_prepared(name, expected):
+    defaults = {each.name: each.default for each in fields(Benchmark)}
+    defaults = {key: value for key, value in defaults.items() if value not in (MISSING, "")}
+    assert {key: getattr(BENCHMARKS[name], key) for key in defaults} == defaults | expected

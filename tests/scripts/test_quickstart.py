@@ -9,6 +9,8 @@ import time
 import pytest
 from quickstart_runs import TEST_VERSES, QuickStart, kill_group, write_verses
 
+from conftest import ROOT
+from pipeline.common.systems import read_systems
 from pipeline.quickstart import translation
 
 pytest.importorskip("fairseq")
@@ -114,6 +116,45 @@ def test_by_the_clock_the_rate_is_up_and_then_falls(verses, tmp_path):
     first, last = map(int, (out / "training/plan").read_text().split())
     assert 0 < first < max(updates(out / "training/falling")) <= last
     assert taken < 180
+
+
+def session(verses, out, minutes):
+    """A quick start by the clock, on a CPU, that has begun just now."""
+    options = f"--cpu --minutes {minutes} --data {verses} --out {out}"
+    args = translation.options("quickstart", "").parse_args(options.split())
+    return translation.Session(args, ["es", "en"], translation.NAME)
+
+
+def test_a_training_by_the_clock_has_two_legs(verses, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)  # and back: it goes there
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    out, ran = tmp_path / "run", []
+    legs = iter(([30, 200], [200, 377]))  # each leg begins with what the one before saved
+
+    def run(command, read, log):
+        ran.append(dict(zip(command, command[1:])))
+        with open(log, "a") as file:
+            file.writelines(f"x.pt @ {updates} updates\n" for updates in next(legs))
+
+    last = out / "training/steady/checkpoint_last.pt"
+    last.parent.mkdir(parents=True)
+    for made in (last, out / "settings.json"):
+        made.touch()
+    for minutes, section in ((9, "cpu"), (40, "cpu_long")):  # the second finds all done
+        of = session(verses, out, minutes)
+        assert of.settings == read_systems(translation.NAME)[section]
+        of.count = 1
+        of.run = run
+        assert of.train("training", out / "training", ["fairseq-train"], keep=5) == 377
+    steady, falling = ran  # 9 minutes without the 90 seconds of what follows
+    assert steady["--stop-time-hours"] == f"{150 / 3600:.4f}" and steady["--warmup-updates"] == 150
+    assert steady["--total-num-update"] == 10**9 and steady["--save-dir"].name == "steady"
+    assert falling["--stop-time-hours"] == f"{450 / 3600:.4f}"
+    # Twice the time, of which a little is spared; the rate is up where it begins to fall.
+    assert falling["--total-num-update"] == falling["--max-update"] == 200 + 380
+    assert falling["--warmup-updates"] == 200 and falling["--save-dir"].name == "falling"
+    assert falling["--restore-file"] == last
+    assert falling["--keep-interval-updates"] == 5
 
 
 @pytest.mark.long

@@ -181,13 +181,14 @@ def test_a_long_line_of_one_language_is_no_sentence_to_translate(verses, tmp_pat
 def test_a_long_source_is_cut_where_that_is_asked_for(tmp_path):
     verses = write_verses(tmp_path / "verses", ("en", "es"))
     write(verses, "test.en", "God said. " * 600 + "\n")
-    write(verses, "test.es", "Dijo Dios.\n")
+    write(verses, "test.es", "Dijo Dios. " * 9 + "\n")
     corpus = prepare.read_corpus(verses, ["en", "es"])
     with pytest.raises(ValueError, match="test.en: expected at most 1000 pieces a sentence"):
         prepare.prepare(corpus, ["en", "es"], 300, tmp_path / "whole")
     prepare.prepare(corpus, ["en", "es"], 300, tmp_path / "corpus", cut_source=7)
     pieces = (tmp_path / "corpus/pieces/test.en").read_text().split()
     assert len(pieces) == 7 and "".join(pieces) in "▁God▁said." * 7
+    assert len((tmp_path / "corpus/pieces/test.es").read_text().split()) >= 18  # a target is whole
     assert (tmp_path / "corpus/test.en").read_text() == corpus["test.en"][0] + "\n"
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+from types import SimpleNamespace
 
 import archives
 import pytest
@@ -11,7 +12,9 @@ import pytest
 from conftest import ROOT
 
 pytest.importorskip("fairseq")
+from pipeline.common.command import BadInput
 from pipeline.recipes import paper_tables as results_table
+from pipeline.recipes.reproduce import once
 
 # --- One command a row ---
 
@@ -163,6 +166,44 @@ def test_a_dry_run_prints_the_commands_of_the_steps(tmp_path):
         "--average 1 --tune optimization.max_update=9 --cpu",
     ]
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_trained_anew_is_scored_anew(tmp_path, monkeypatch):
+    """Also where the words of scoring stay the same, and where the training before failed."""
+    ran, status = [], 0
+
+    def run_module(name, *words, lock):
+        ran.append((name, *words))
+        return status
+
+    monkeypatch.setattr("pipeline.recipes.reproduce.run_module", run_module)
+    folder = SimpleNamespace(path=tmp_path / "run", lock=None)
+    folder.path.mkdir()
+    made = tmp_path / "data/prepared.json"
+    made.parent.mkdir()
+    made.write_text("{}")
+    train = ("recipes.train", "a", "--data", made.parent)
+    score = ("recipes.evaluate", "a")
+
+    def run(step):
+        return once(folder, step[0].removeprefix("recipes."), step[1:], [])
+
+    for step in (train, score, train, score):
+        assert not run(step)
+    assert ran == [train, score]
+    other = (*train, "--precision")
+    assert not run(other) and not run(score)
+    assert ran[2:] == [other, score]
+    status = 1
+    assert run(train) == run(train) == 1
+    status = 0
+    for step in (other, score):  # which the failed one may have written over
+        assert not run(step)
+    assert ran[4:] == [train, train, other, score]
+
+    made.write_text('{"lines": {"train": 9}}')  # prepared anew
+    with pytest.raises(BadInput, match="--save-dir: expected a run of the data in .*data, got"):
+        run(other)
 
 
 @pytest.mark.slow

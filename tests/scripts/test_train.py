@@ -541,6 +541,20 @@ def test_ablation_does_not_take_a_refused_run_for_one_that_diverged(tmp_path, mo
         ablation.score("ablation_1_one_window", 1, args)
 
 
+def test_ablation_is_scored_by_bleu_on_the_validation_set(tmp_path, monkeypatch):
+    ran, folder = [], tmp_path / "ablation_7_relu/seed_4/evaluation"
+    monkeypatch.setattr(ablation, "run_module", lambda *words: ran.append([*map(str, words)]))
+    folder.mkdir(parents=True)
+    scores = {"tokenised_bleu": {"score": 36.456}, "sacrebleu": {"score": 35.1}}
+    (folder / "scores.json").write_text(json.dumps({"scores": scores}))
+    given = ["common.seed=9", "model.dropout=0.2"]
+    args = SimpleNamespace(save_dir=tmp_path, data=tmp_path, cpu=False, overrides=given)
+    assert ablation.score("ablation_7_relu", 4, args) == 36.46
+    training, scoring = ran
+    assert training[-1] == "common.seed=4" and training[-3:-1] == scoring[-2:] == given
+    assert scoring[scoring.index("--split") + 1] == "valid"
+
+
 def test_ablation_keeps_other_settings_apart(tmp_path, monkeypatch, capsys):
     (tmp_path / "prepared.json").write_text(json.dumps(PREPARED | {"checks": []}))
     monkeypatch.setattr(ablation, "score", lambda *_: 30.0)

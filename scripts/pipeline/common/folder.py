@@ -54,38 +54,33 @@ class Folder:
         """
         self.check()
         self.acquire()
-        try:
-            if restart:
-                for pattern in (*self.made, self.settings.name):
-                    for path in [*self.path.glob(pattern), *self.path.glob(f"{pattern}*.partial")]:
-                        remove(path)
-            there = read_json(self.settings, {})
-            before = there or settings
-            for key in growing:  # what is there stays, beside what is new
-                others, ours = before.get(key, {}), settings[key]
-                before, settings = before | {key: ours | others}, settings | {key: others | ours}
-            old, new = flat(before), flat(settings)
-            for key in [*new, *old]:
-                if old.get(key) != new.get(key):
-                    raise BadInput(
-                        f"{self.option}: {self.path} holds a {self.what} with other settings "
-                        f"({key}: {str(old.get(key))[:80]}, not {str(new.get(key))[:80]}); choose "
-                        "another folder, or --restart to replace it"
-                    )
-            if settings != there:
-                write_json(self.settings, settings)
-        except BaseException:
-            self.close()
-            raise
+        if restart:
+            for pattern in (*self.made, self.settings.name):
+                for path in [*self.path.glob(pattern), *self.path.glob(f"{pattern}*.partial")]:
+                    remove(path)
+        there = read_json(self.settings, {})
+        before = there or settings
+        for key in growing:  # what is there stays, beside what is new
+            others, ours = before.get(key, {}), settings[key]
+            before, settings = before | {key: ours | others}, settings | {key: others | ours}
+        old, new = flat(before), flat(settings)
+        for key in [*new, *old]:
+            if old.get(key) != new.get(key):
+                raise BadInput(
+                    f"{self.option}: {self.path} holds a {self.what} with other settings "
+                    f"({key}: {str(old.get(key))[:80]}, not {str(new.get(key))[:80]}); choose "
+                    "another folder, or --restart to replace it"
+                )
+        if settings != there:
+            write_json(self.settings, settings)
 
     def acquire(self):
-        """Make and lock the folder. Raises BadInput if another run holds the lock."""
+        """Make and lock the folder, to be closed. Raises BadInput if another run holds the lock."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock = open(self.path / "lock", "a")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            self.close()
             raise BadInput(
                 f"{self.option}: another {self.what}, or a command of one that was killed, is "
                 f"running in {self.path}; wait for it or choose another folder"

@@ -474,8 +474,8 @@ def compare(arguments=None):
         set_environment(args.device)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # it stops what it started
     comparison = Comparison(args)
-    comparison.open_folder()
     with contextlib.closing(comparison.folder):
+        comparison.open_folder()
         write_results(args.out, comparison.go())
     if comparison.failures:
         failed = ", ".join(f"{name} (seed {seed})" for name, seed in comparison.failures)

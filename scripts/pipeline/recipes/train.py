@@ -73,9 +73,8 @@ def sets_steps(args):
 def choose_devices(args, recipe, config):
     """Return ``(on_cpu, processes on this node)``; by default the most that share the batch.
 
-    Where the caller sets the batch, it is all GPUs.
-
-    A dry run takes the given number of GPUs to be there. Raises BadInput if there are too few.
+    Where the caller sets the batch, all GPUs do. A dry run takes the given number of GPUs to be
+    there. Raises BadInput if there are too few.
     """
     if args.cpu:
         return True, args.devices or 1

@@ -135,7 +135,8 @@ def layers_are_dropped_in_several_processes(tmp_path):
     ):
         train(distributed(DropsItsLayers(0), "pytorch_ddp"))
         train(distributed(DropsItsLayers(1), "legacy_ddp"))
-        try:
-            train(distributed(DropsItsLayers(1), "pytorch_ddp"))
-        except ValueError as error:
-            assert "--ddp-backend: expected legacy_ddp to drop layers" in str(error)
+        for backend in ("pytorch_ddp", "c10d"):
+            try:
+                train(distributed(DropsItsLayers(1), backend))
+            except ValueError as error:
+                assert "--ddp-backend: expected legacy_ddp to drop layers" in str(error)

@@ -165,6 +165,8 @@ def test_preprocess_checks_the_corpora_before_it_writes(corpus, tmp_path):
         text.check_corpora_first(None, args)
     args.only_source, args.validpref = True, f"{here}/train,{here}/valid"
     assert text.check_corpora_first(lambda given: given, args) is args
+    args.dict_only, args.validpref = True, f"{here}/absent"  # which is not read then
+    assert text.check_corpora_first(lambda given: given, args) is args
 
 
 @pytest.mark.slow

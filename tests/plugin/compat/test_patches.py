@@ -15,12 +15,14 @@ pytest.importorskip("fairseq")
 
 import numpy as np
 import torch
-from fairseq import checkpoint_utils, utils
+from fairseq import checkpoint_utils, options, utils
 from fairseq.data import (
     MonolingualDataset,
     data_utils,
 )
+from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
+from fairseq.models import BaseFairseqModel
 from fairseq.modules import SinusoidalPositionalEmbedding
 from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.tasks.language_modeling import LanguageModelingTask
@@ -32,7 +34,7 @@ from probing import (
 
 from conftest import ROOT
 from talk_fairseq import checkpoint_files, compat
-from talk_fairseq.compat import patching, text
+from talk_fairseq.compat import cpu, patching, text
 
 
 def test_the_docs_list_the_patches():
@@ -99,6 +101,24 @@ def test_files_are_not_unpickled_fully(tmp_path):
         checkpoint_files.read_checkpoint(tmp_path / "absent.pt")
 
 
+def test_arrays_are_read_as_they_were_written(tmp_path):
+    """Of columns, of the other order of bytes, and inside a tuple."""
+    written = [np.asfortranarray(np.arange(6).reshape(2, 3)), np.arange(3, dtype=">i4")]
+    torch.save({"model": {}, "x": (*written,)}, tmp_path / "arrays.pt")
+    read = checkpoint_files.read_checkpoint(tmp_path / "arrays.pt")["x"]
+    for one, other in zip(read, written, strict=True):
+        assert type(one) is np.ndarray and one.tolist() == other.tolist()
+
+
+def test_integers_are_refused_under_each_name_of_a_tied_parameter():
+    model = BaseFairseqModel()
+    model.first, model.second = (torch.nn.Linear(2, 2, bias=False) for _ in "ab")
+    model.second.weight = model.first.weight
+    state = {**model.state_dict(), "second.weight": torch.ones(2, 2, dtype=torch.long)}
+    with pytest.raises(RuntimeError, match="dtype mismatch for second.weight: torch.int64"):
+        model.load_state_dict(state)
+
+
 def test_full_batches_are_as_in_fairseq():
     options_of_batches = {"max_tokens": 150, "required_batch_size_multiple": 8}
     original = data_utils.batch_by_size.__wrapped__
@@ -125,6 +145,54 @@ def test_standard_input_may_be_text(monkeypatch):
     """As a program or a test puts an ``io.StringIO`` in its place."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("a b\n c\rd \n\u00e9"))
     assert list(text.read_lines_of_input(None, "-", 2)) == [["a b", "c\rd"], ["\u00e9"]]
+
+
+def test_a_tpu_that_is_there_stays_on(monkeypatch):
+    words = ["x", "--arch", "transformer", "--bf16"]
+    monkeypatch.setattr(distributed_utils, "xm", "torch_xla")
+    assert options.parse_args_and_arch(options.get_training_parser(), words).tpu
+
+
+@pytest.mark.parametrize("asked, gpu", [(True, True), (False, True), (False, False)])
+@pytest.mark.parametrize("flag", ["fp16", "memory_efficient_fp16", "bf16"])
+def test_only_fp16_is_refused_and_only_without_a_gpu(monkeypatch, asked, gpu, flag):
+    """Where a CPU is `asked` for, or there is no GPU; the second flag sets the first as well."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    flags = {"fp16": "fp16" in flag, "memory_efficient_fp16": flag == "memory_efficient_fp16"}
+    cfg = SimpleNamespace(common=SimpleNamespace(cpu=asked, **flags))
+    if flag == "fp16" and (asked or not gpu):
+        with pytest.raises(ValueError, match="expected a GPU for --fp16"):
+            cpu.refuse_fp16_on_cpu(None, None, cfg)
+    else:
+        assert cpu.refuse_fp16_on_cpu(lambda *given: given, None, cfg) == (None, cfg)
+
+
+@pytest.mark.parametrize("gpu, method", [(True, None), (False, "tcp://localhost:1")])
+def test_processes_that_need_no_help_are_left_to_fairseq(monkeypatch, gpu, method):
+    """Those of GPUs, and where the flags say how to meet."""
+    for name, value in (("MASTER_ADDR", "localhost"), ("WORLD_SIZE", "2"), ("RANK", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    cfg = SimpleNamespace(distributed_init_method=method)
+    assert cpu.join_torchrun_on_cpu(lambda given: given, cfg) is cfg
+    assert vars(cfg) == {"distributed_init_method": method}
+
+
+def test_other_errors_of_lengths_stay_what_they_are():
+    def original(task):
+        raise KeyError("sizes")
+
+    with pytest.raises(KeyError):
+        text.name_flags_that_limit_lengths(original, None)
+
+
+def test_padding_takes_no_learned_position():
+    """On either side; nor do columns count where the positions are given."""
+    module = SimpleNamespace(max_positions=2, padding_idx=1)
+    tokens = torch.tensor([[5, 6, 1], [1, 5, 6]])
+    for given, positions in ((tokens, None), (tokens * 0 + 5, tokens)):
+        found = text.check_learned_positions(lambda *given: given, module, given, None, positions)
+        assert found == (module, given, None, positions)
 
 
 def test_numpy_and_torch_themselves_are_untouched():
