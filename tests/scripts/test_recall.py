@@ -134,7 +134,6 @@ def test_it_recalls_what_windows_cannot_reach():
     systems = read_systems("synthetic")["systems"]
     scores = {}
     for name in ("talkconv_plus_recall", "talkconv_plus_wide"):
-        model, first = synthetic.build(systems[name], seed=1)
-        synthetic.train(model, first, "recall", steps=150, lr=1e-2, seed=1)
+        model, first = synthetic.trained(systems[name], "recall", steps=150, lr=1e-2, seed=1)
         scores[name] = synthetic.accuracy(model, first, "recall", 4 * synthetic.T, seed=1)
     assert scores["talkconv_plus_recall"] > 90 > 30 > scores["talkconv_plus_wide"]

@@ -1,6 +1,5 @@
 """What the quick starts share: options, the folder of a run, and commands that are listed."""
 
-import glob
 import os
 import re
 import shlex
@@ -82,7 +81,7 @@ class Session:
             **{name: shlex.join(map(str, command)) for name, command in trainings.items()},
         }
         self.count = len(trainings)
-        self.folder.made += [f"{glob.escape(name)}.*" for name in trainings]
+        self.folder.made += [f"{name}.{kind}" for name in trainings for kind in ("pt", "txt")]
         self.folder.open(settings, args.restart)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # it stops what it started
         self.commands = Commands(not self.on_gpu, lock=self.folder.lock)
