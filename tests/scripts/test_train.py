@@ -507,7 +507,7 @@ def test_ablation_goes_on_and_counts_what_diverged(tmp_path, monkeypatch, capsys
 
     def score(row, seed, args):
         if len(made) == 3:
-            raise ablation.Failed("train.py failed with status 1")
+            raise ablation.Failed(f"{row}, seed {seed}: train.py failed with status 1")
         made.append((row, seed))
         return scores[row, seed]
 
@@ -515,7 +515,7 @@ def test_ablation_goes_on_and_counts_what_diverged(tmp_path, monkeypatch, capsys
     start = ["--data", str(tmp_path), "--results", str(tmp_path / "x/ablation.json")]
     start += ["--rows", "ablation_1_one_window", "ablation_2_normalised", "--seeds", "1", "2"]
     assert ablation.main(start) == 1
-    assert "ablation.sh: train.py failed with status 1" in capsys.readouterr().err
+    assert "ablation_2_normalised, seed 2: train.py failed" in capsys.readouterr().err
     made = made[:2]
     assert ablation.main(start) == 0
     assert made == [*list(scores)[:2], ("ablation_2_normalised", 2)]

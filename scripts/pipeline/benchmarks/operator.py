@@ -295,8 +295,8 @@ def predicted(name, cell, cells):
 def measure(case, mode, args, report):
     """Measure the peers in one case and mode: a cell of the `report`."""
     cell = {"T": case.T, "dtype": str(case.dtype).removeprefix("torch."), "mode": mode}
-    chosen = ("copy", "TaLK")
-    names = [name for name in PEERS if name in chosen or any(part in name for part in args.only)]
+    always = ("copy", "TaLK")
+    names = [name for name in PEERS if name in always or any(part in name for part in args.only)]
     if mode == "backward":
         names = [name for name in names if case.moves(name, mode)]
 

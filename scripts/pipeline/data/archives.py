@@ -73,8 +73,8 @@ def gather(wanted, locations, archives, folder):
                 plain = path.with_name(name)  # of which a .gz beside it is a copy
                 add(name, plain if plain.is_file() else path)
     for number, archive in enumerate(packed):
-        is_now = archive.stat()  # another file in its place is read anew
-        unpacked = folder / f"{number}_{is_now.st_size}_{is_now.st_mtime_ns}_{archive.name}"
+        stat = archive.stat()  # another file in its place is read anew
+        unpacked = folder / f"{number}_{stat.st_size}_{stat.st_mtime_ns}_{archive.name}"
         starts = archives.get(archive.name, "")
         names = {name for name in wanted if name.startswith(starts) and name not in found}
         if names and not unpacked.exists():

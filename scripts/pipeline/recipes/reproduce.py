@@ -102,11 +102,12 @@ def once(folder, script, words, where):
         show(f"== {script}")
         return run_module("data.prepare", benchmark, *words, lock=folder.lock)
     if script == "train":
-        of_run, data = folder.path / "prepared.json", Path(words[2], "prepared.json").read_text()
-        if of_run.exists() and of_run.read_text() != data:
-            what = f"a run of the data in {words[2]}, got one of other data in {folder.path}"
+        data = words[words.index("--data") + 1]
+        of_run, prepared = folder.path / "prepared.json", Path(data, "prepared.json").read_text()
+        if of_run.exists() and of_run.read_text() != prepared:
+            what = f"a run of the data in {data}, got one of other data in {folder.path}"
             raise BadInput(f"--save-dir: expected {what}; choose another folder")
-        write_whole(of_run, data)
+        write_whole(of_run, prepared)
     done, said = folder.path / f"{script}.done", shlex.join(map(str, words))
     if done.exists() and done.read_text() == said:
         show(f"== {script}: done before")
