@@ -377,17 +377,16 @@ def test_a_moving_average_is_scored_in_place_of_the_weights(verses, trained, tmp
     state = torch.load(trained, weights_only=True)
     state["extra_state"]["ema"] = {key: value * 0 for key, value in state["model"].items()}
     torch.save(state, tmp_path / "checkpoint_last.pt")
-    row = evaluation(
-        EN_DE, tmp_path, "--data", verses, "ema.store_ema=true", "checkpoint.keep_last_epochs=1",
-        *SPANISH,
-    )  # fmt: skip
-    row.output.mkdir()
-    averaged = torch.load(row.model(1), weights_only=True)["model"]
-    assert not any(value.any() for value in averaged.values())
+    options = ["--data", verses, "ema.store_ema=true", "checkpoint.keep_last_epochs=1", *SPANISH]
+    for checkpoints in (tmp_path, tmp_path / "checkpoint_last.pt"):
+        row = evaluation(EN_DE, checkpoints, *options)
+        row.output.mkdir(exist_ok=True)
+        averaged = torch.load(row.model(1), weights_only=True)["model"]
+        assert not any(value.any() for value in averaged.values())
+    row = evaluation(EN_DE, tmp_path, *options)
     with pytest.raises(BadInput, match="--average: expected 1 of a row with a moving average, got"):
         row.model(2)
     shutil.copy(trained, tmp_path / "checkpoint_last.pt")
-    row._ready = None
     with pytest.raises(BadInput, match="CHECKPOINTS: expected a moving average in .*, got none"):
         row.model(1)
 
@@ -526,7 +525,6 @@ def test_results_that_are_no_list_are_left_alone(tmp_path):
     for number in (1, 2):
         evaluate.append_result(path, {"number": number})
     assert json.loads(path.read_text()) == [{"number": 1}, {"number": 2}]
-    assert path.read_text().count("\n") == 4  # each result is a line
 
 
 # --- What is scored ---

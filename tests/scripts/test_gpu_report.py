@@ -137,13 +137,13 @@ def test_without_torch(script, monkeypatch):
 
 
 def test_a_benchmark_needs_no_more_than_torch(tmp_path):
-    """Without matplotlib and tabulate, as on a machine for scripts/gpu_report.sh."""
+    """Without matplotlib and fairseq, as on a machine for scripts/gpu_report.sh."""
     sizes = "--cpu --lengths 5 --dtypes float32 --batch 2 --channels 32 --heads 4 --turns 1"
     options = [*sizes.split(), "--output", str(tmp_path / "x")]
     program = f"""
         import sys
         sys.path.insert(0, {str(ROOT / "scripts")!r})
-        for name in ("matplotlib", "tabulate", "tqdm", "fairseq"):
+        for name in ("matplotlib", "tqdm", "fairseq"):
             sys.modules[name] = None
         from pipeline.benchmarks import gpu_report, operator
         operator.main({options!r})

@@ -146,6 +146,10 @@ def test_bad_input_is_one_line_before_anything_is_made(tmp_path):
     assert "--average: expected at least 1, got 0" in refusal(name, "--average", 0, *here)
     assert "optimization.max_updat: Key" in refusal(name, *here, "optimization.max_updat=3")
     assert "expected GROUP.KEY=VALUE, got 'twice'" in refusal(name, "twice", *here)
+    averaged = ("iwslt14_de_en/talkconv_ema", "--average", 5, "--data", "x")
+    assert "--average: expected 1 of a row with a moving" in refusal(*averaged, *here)
+    devices = (name, "--devices", 99, "--data", "x")
+    assert "--devices: expected at most the" in refusal(*devices, *here)
     assert "no scripts/prepare_wmt17_zh_en.sh" in refusal("wmt17_zh_en/talkconv", "--data", "x")
     assert not list(tmp_path.iterdir())
 

@@ -1,11 +1,10 @@
 """Compare two small language models of English verses; see scripts/quickstart_lm.sh --help."""
 
-from tabulate import tabulate
-
 from pipeline.common.command import BadInput, run
 from pipeline.common.files import read_lines, remove, write_json, write_lines
 from pipeline.common.folder import show
 from pipeline.common.systems import words
+from pipeline.common.tables import markdown
 from pipeline.quickstart.session import Session, options
 
 NAME = "quickstart_lm"
@@ -100,17 +99,14 @@ def compare(corpus, language, checkpoints):
 
 def table(results):
     """Return the table as text, with a line on the test set."""
-    test, rows = results["test"], [HEADER]
+    test, rows = results["test"], []
     tokens = f"{test['tokens']:,}"
     for model in results["models"]:
-        counts = [model.get(name) for name in ("parameters", "updates", "seconds")]
-        counts = ["" if count is None else f"{count:,}" for count in counts]
+        counts = [f"{model[name]:,}" if name in model else None for name in HEADER[1:4]]
         token, word = model["perplexity of a token"], model["perplexity of a word"]
         rows.append((model["model"], *counts, tokens, f"{token:,.2f}", f"{word:,.1f}"))
-    alignment = ["left"] + ["right"] * (len(HEADER) - 1)
-    text = tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=alignment)
     of = f"on {test['sentences']:,} sentences of {test['words']:,} words"
-    return f"{text}\n\n{of}; unknown tokens: {test['unknown tokens']:,}"
+    return f"{markdown(HEADER, rows)}\n\n{of}; unknown tokens: {test['unknown tokens']:,}"
 
 
 def main(arguments=None):

@@ -64,6 +64,12 @@ def read_config(given):
     return name, config
 
 
+def check_average(config, average):
+    """Raise BadInput where checkpoints that hold a moving average each are to be averaged."""
+    if average > 1 and OmegaConf.select(config, "ema.store_ema"):
+        raise BadInput(f"--average: expected 1 of a row with a moving average, got {average}")
+
+
 def from_header(name, field):
     """Return what the comments that open the row `name` say of a `field`, such as "paper"."""
     text = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")

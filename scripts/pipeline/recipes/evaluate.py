@@ -15,7 +15,7 @@ from sacremoses import MosesDetokenizer
 
 from pipeline.common import command
 from pipeline.common.command import BadInput
-from pipeline.common.files import read_json, read_lines, write_json, write_lines, write_whole
+from pipeline.common.files import read_json, read_lines, write_json, write_lines
 from pipeline.common.logs import read_hypotheses
 from pipeline.common.paths import ROOT
 from pipeline.data.benchmarks import BENCHMARKS
@@ -129,13 +129,12 @@ def parse(arguments):
 
 
 def append_result(path, result):
-    """Add a line to the JSON list in `path`. Raises ValueError if there is something else."""
+    """Add an entry to the JSON list in `path`. Raises ValueError if there is something else."""
     results = read_json(path, [])
     if not isinstance(results, list):
         raise ValueError(f"--results: expected a JSON list in {path}, got something else")
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(each, ensure_ascii=False) for each in [*results, result]]
-    write_whole(path, "[\n" + ",\n".join(lines) + "\n]\n")
+    write_json(path, [*results, result])
 
 
 def read_prepared(name, data):
@@ -221,9 +220,9 @@ class Evaluation:
         Raises BadInput or ValueError if there are not so many.
         """
         if average > 1:
-            if self.ema or not self.is_run:
-                what = "a row with a moving average" if self.ema else "a single checkpoint"
-                raise BadInput(f"--average: expected 1 of {what}, got {average}")
+            configs.check_average(self.config, average)
+            if not self.is_run:
+                raise BadInput(f"--average: expected 1 of a single checkpoint, got {average}")
             pattern = recipe_average(self.config)[1]
             return [Path(path) for path in find_checkpoints(self.checkpoints, pattern, average)]
         names = ["checkpoint_last.pt"] if self.ema else ["checkpoint_best.pt", "checkpoint_last.pt"]
@@ -238,16 +237,14 @@ class Evaluation:
         if self._ready and self._ready[0] == average:
             return self._ready[1]
         paths = self.paths(average)
-        path = paths[0]
-        if len(paths) > 1 or (self.is_run and self.ema):
+        first = path = paths[0]
+        if len(paths) > 1 or self.ema:
             path = self.output / "averaged.pt"
             state = average_checkpoints(paths)
             if self.ema:
-                if "ema" not in (state.get("extra_state") or {}):
-                    raise BadInput(
-                        f"CHECKPOINTS: expected a moving average in {paths[0]}, got none"
-                    )
-                state["model"] = state["extra_state"]["ema"]
+                state["model"] = (state.get("extra_state") or {}).get("ema")
+                if not state["model"]:
+                    raise BadInput(f"CHECKPOINTS: expected a moving average in {first}, got none")
             save(state, path)
         self._ready = average, path
         return path

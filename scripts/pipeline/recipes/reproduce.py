@@ -13,7 +13,7 @@ from pipeline.common.paths import ROOT
 from pipeline.common.systems import words
 from pipeline.data.benchmarks import BENCHMARKS
 from pipeline.recipes import train
-from pipeline.recipes.config import find_config
+from pipeline.recipes.config import check_average, find_config
 
 DESCRIPTION = """\
 Prepares the data of configs/NAME.yaml, trains the model, averages its last checkpoints, scores the
@@ -67,8 +67,9 @@ def steps_of(args):
     trained = words({"precision": args.precision}) + args.overrides
     scored = words({"average": args.average, "tune": args.tune}) + args.overrides
 
-    run = ["--save-dir", str(save_dir), *where, *trained]
-    train.plan(train.parse([args.name, "--dry-run", *run]))
+    run = ["--save-dir", str(save_dir), *where, *trained, *words({"dry-run": args.dry_run})]
+    *_, config = train.plan(train.parse([args.name, *run]), has_data=False)
+    check_average(config, args.average or 1)
     if not prepare and not (data_bin / "prepared.json").exists():
         raise BadInput(f"--data: expected what scripts/{script}.sh prepares, got none")
     if prepare and benchmark not in BENCHMARKS:

@@ -120,8 +120,8 @@ def steps_of(recipe, config, processes):
     return None if rest else steps
 
 
-def plan(args):
-    """Return ``(command, environment, folder, record of the run)``. Raises BadInput."""
+def plan(args, has_data=True):
+    """Return ``(command, environment, folder, record)``. Without `has_data`, data is still made."""
     name, recipe = configs.read_config(args.name)
     config = configs.with_overrides(recipe, args.overrides)
     if args.overrides or not args.dry_run:
@@ -139,7 +139,7 @@ def plan(args):
     check_path("--save-dir", save_dir)
     trained = OmegaConf.merge({"name": name}, config)
     if not args.dry_run:
-        if not list(data.glob("dict*.txt")):
+        if has_data and not list(data.glob("dict*.txt")):
             raise BadInput(f"--data: expected binarised data, with dict*.txt, in {data}, got none")
         check_folder(save_dir, trained)
 
