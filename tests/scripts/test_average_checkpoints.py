@@ -1,16 +1,20 @@
 """scripts/average_checkpoints.py on checkpoints small enough to average by hand."""
 
 import argparse
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from pipeline.recipes import average as average
+from conftest import ROOT
+from pipeline.recipes import average
 
 pytest.importorskip("fairseq")
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "average_checkpoints.py"
+SCRIPT = ROOT / "scripts/average_checkpoints.py"
 
 
 def write(path, model, **rest):
@@ -190,3 +194,47 @@ def test_best_of_an_old_run(tmp_path, maximize, expected):
         state = {"model": {"w": torch.tensor([10.0**number])}, "args": args}
         torch.save(state, tmp_path / f"checkpoint.best_bleu_{value}.pt")
     assert averaged(tmp_path, tmp_path, "--best", 1)["model"]["w"] == expected
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_many_checkpoints_take_the_memory_of_two(tmp_path):
+    size = 20_000_000  # numbers of a model, which are 80 MB
+    for number in range(4):
+        state = {
+            "model": {f"layer{n}": torch.full((size // 20,), float(number)) for n in range(20)},
+            "args": argparse.Namespace(),
+            "last_optimizer_state": torch.ones(2 * size),
+        }
+        torch.save(state, tmp_path / f"checkpoint{number}.pt")
+    del state
+    script = f"""
+import threading, time
+from pipeline.recipes import average
+
+def memory():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+def watch():
+    while running:
+        peaks.append(memory())
+        time.sleep(0.001)
+
+before, peaks, running = memory(), [], True
+thread = threading.Thread(target=watch)
+thread.start()
+average.main(["--inputs", "{tmp_path}", "--last-epochs", "4", "--output", "mean.pt"])
+running = False
+thread.join()
+print(max(peaks) - before)
+"""
+    # What is freed goes back to the system at once, whatever the watching thread allocates between.
+    settings = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "scripts"), **settings},
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    mean = torch.load(tmp_path / "mean.pt", weights_only=True)["model"]["layer7"]
+    assert mean.shape == (size // 20,) and mean.eq(1.5).all()
+    assert int(done.stdout.splitlines()[-1]) < 3 * 4 * size

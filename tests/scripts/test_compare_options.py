@@ -62,7 +62,7 @@ def test_parameters_are_within_five_percent(tmp_path, preset, task):
         (["--target-lang", "fr"], "train.fr: no such file"),
         (["--data", "nowhere"], "train.es: no such file"),
         (["--task", "lm", "--source-lang", "es"], "--source-lang: expected none"),
-        (["--preset", "cpu_long", "--task", "lm"], "--preset: expected cpu or cpu_small with"),
+        (["--preset", "cpu_long", "--task", "summ"], "--preset: expected cpu with --task summ"),
         (["--preset", "cpu_small", "--task", "summ"], "--preset: expected cpu with --task summ"),
         (["--preset", "cpu_small", "--systems", "talkconv"], "--systems: expected some of talk"),
         (["--warmup", "400,1600"], "--warmup: expected less than 1600 updates, got 1600"),
@@ -106,16 +106,19 @@ def test_the_long_preset_has_rates_and_dropout_of_its_own(tmp_path):
     assert set(map(tuple, sweep.parse(["--preset", "cpu_long", "--lr", "1,2"]).rates.values())) == {
         ("1", "2")
     }
-    for preset, updates, dropout in (("cpu", 1600, 0.1), ("cpu_long", 8000, 0.2)):
-        args = sweep.parse(["--preset", preset])
-        data = dictionaries(tmp_path / preset, args.languages, 3992)
+    for task, preset, updates, dropout in (
+        ("mt", "cpu", 1600, 0.1), ("mt", "cpu_long", 8000, 0.2),
+        ("lm", "cpu", 1200, 0), ("lm", "cpu_long", 6000, 0.2),
+    ):  # fmt: skip
+        args = sweep.parse(["--preset", preset, "--task", task])
+        data = dictionaries(tmp_path / f"{task}_{preset}", args.languages, 3992)
         for flags in args.systems.values():
             model = parse_words(training_words(args, data, flags))
             assert (model.max_update, model.dropout) == (updates, dropout)
 
 
 @pytest.mark.parametrize("preset, task", [("cpu", "mt"), ("cpu", "summ"), ("cpu", "lm"),
-    ("cpu_small", "mt"), ("cpu_small", "lm")])  # fmt: skip
+    ("cpu_long", "mt"), ("cpu_long", "lm"), ("cpu_small", "mt"), ("cpu_small", "lm")])  # fmt: skip
 def test_the_best_rates_are_of_systems_that_the_preset_has(preset, task):
     options = ["--preset", preset, "--task", task, "--data", "mine"]
     args = sweep.parse(options)

@@ -100,6 +100,18 @@ def test_the_score_over_speed():
     assert labels == ["talkconv", "transformer"]
 
 
+def test_figures_show_the_systems_that_the_table_has_numbers_of():
+    """Each in the same colour in both, and none whose seeds failed in part."""
+    results = synthetic()
+    results["systems"]["talkconv"]["error"] = "seed 2: failed"
+    figures = [make(results) for make in (validation_figure, speed_figure)]
+    first = [figure.axes[0].get_lines()[0] for figure in figures]
+    assert len({line.get_color() for line in first}) == 1
+    labels = [figure.legends[0].get_texts()[0].get_text() for figure in figures]
+    assert labels == ["transformer, validation", "transformer"]
+    assert [len(figure.legends[0].get_texts()) for figure in figures] == [1, 1]
+
+
 def test_a_spread_is_the_standard_deviation_of_a_sample():
     results = synthetic()
     for seed, bleu in (("1", 20), ("2", 23)):

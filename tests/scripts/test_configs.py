@@ -446,5 +446,5 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_ours_is_marked(name):
     said = " ".join((CONFIGS / f"{name}.yaml").read_text().split("\n\n")[0].split("\n# "))
-    marked = "Not the papers' but ours: " in said or "those here are ours" in said
+    marked = "Not from the papers: " in said or "those here are ours" in said
     assert marked != (name in PUBLISHED)

@@ -1,9 +1,7 @@
 """scripts/evaluate.sh: the scores by hand and by the libraries' commands, and tiny models."""
 
-import argparse
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -329,50 +327,6 @@ def test_checkpoints_are_averaged(verses, trained, folder_of_a_run):
     assert row.model(1) == folder_of_a_run / "checkpoint_best.pt"
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_many_checkpoints_take_the_memory_of_two(tmp_path):
-    size = 20_000_000  # numbers of a model, which are 80 MB
-    for number in range(4):
-        state = {
-            "model": {f"layer{n}": torch.full((size // 20,), float(number)) for n in range(20)},
-            "args": argparse.Namespace(),
-            "last_optimizer_state": torch.ones(2 * size),
-        }
-        torch.save(state, tmp_path / f"checkpoint{number}.pt")
-    del state
-    script = f"""
-import threading, time
-from pipeline.recipes import average
-
-def memory():
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
-
-def watch():
-    while running:
-        peaks.append(memory())
-        time.sleep(0.001)
-
-before, peaks, running = memory(), [], True
-thread = threading.Thread(target=watch)
-thread.start()
-average.main(["--inputs", "{tmp_path}", "--last-epochs", "4", "--output", "mean.pt"])
-running = False
-thread.join()
-print(max(peaks) - before)
-"""
-    # What is freed goes back to the system at once, whatever the watching thread allocates between.
-    settings = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "scripts"), **settings},
-        cwd=tmp_path, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    mean = torch.load(tmp_path / "mean.pt", weights_only=True)["model"]["layer7"]
-    assert mean.shape == (size // 20,) and mean.eq(1.5).all()
-    assert int(done.stdout.splitlines()[-1]) < 3 * 4 * size
-
-
 def test_a_moving_average_is_scored_in_place_of_the_weights(verses, trained, tmp_path):
     state = torch.load(trained, weights_only=True)
     state["extra_state"]["ema"] = {key: value * 0 for key, value in state["model"].items()}
@@ -398,7 +352,7 @@ def test_too_few_checkpoints_are_refused(capfd, verses, folder_of_a_run):
 
 def test_what_is_not_of_the_recipe(folder_of_a_run):
     _, recipe = config.read_config(EN_DE)
-    assert evaluate.other_settings(EN_DE, recipe, folder_of_a_run) == {}
+    assert evaluate.other_settings(EN_DE, recipe, recipe, folder_of_a_run) == {}
     trained = OmegaConf.merge(
         {"name": EN_DE},
         recipe,
@@ -410,12 +364,12 @@ def test_what_is_not_of_the_recipe(folder_of_a_run):
     )
     OmegaConf.save(trained, folder_of_a_run / "trained.yaml")
     given = config.with_overrides(recipe, ["generation.lenpen=2", "model.dropout=0.7"])
-    assert evaluate.other_settings(EN_DE, given, folder_of_a_run) == {
+    assert evaluate.other_settings(EN_DE, recipe, given, folder_of_a_run) == {
         "generation.lenpen": 2,
         "optimization.max_update": 5,
     }
     with pytest.raises(BadInput, match="expected a run of wmt16_en_de/fconv, got one of"):
-        evaluate.other_settings("wmt16_en_de/fconv", recipe, folder_of_a_run)
+        evaluate.other_settings("wmt16_en_de/fconv", recipe, recipe, folder_of_a_run)
 
 
 def test_what_is_not_the_published_data():
@@ -430,6 +384,17 @@ def test_what_is_not_the_published_data():
 def test_data_of_ones_own_needs_no_script(tmp_path):
     with pytest.raises(BadInput, match="expected prepared.json, see docs/recipes.md, in .*, got"):
         evaluate.read_prepared("billion_word/talkconv", tmp_path)
+
+
+@pytest.mark.parametrize("options", [["--split", "valid"], ["--tune"]])
+def test_a_split_that_is_not_there_is_refused_at_once(verses, trained, tmp_path, options):
+    shutil.copytree(verses, tmp_path / "data")
+    path = tmp_path / "data/prepared.json"
+    prepared = json.loads(path.read_text())
+    del prepared["lines"]["valid"]
+    path.write_text(json.dumps(prepared))
+    with pytest.raises(BadInput, match="--data: expected lines of valid in .*, got none"):
+        evaluation(EN_DE, trained, "--data", tmp_path / "data", *options, *SPANISH)
 
 
 # --- Tuning ---

@@ -11,6 +11,7 @@ from quickstart_runs import TEST_VERSES, QuickStart, kill_group, write_verses
 
 from conftest import ROOT
 from pipeline.common.systems import read_systems
+from pipeline.data.benchmarks import SPLITS
 from pipeline.quickstart import translation
 
 pytest.importorskip("fairseq")
@@ -49,6 +50,8 @@ def test_a_run_a_second_run_and_a_restart(verses, tmp_path):
     ), strict=True):  # fmt: skip
         assert name in line
     out = tmp_path / "a run"
+    counted = re.findall(r"^(\S+): [\d,]+ sentences, [\d,]+ pieces", first, re.MULTILINE)
+    assert counted == [f"{split}.{side}" for split in SPLITS for side in ("es", "en")]
     assert not list(out.rglob("*.partial"))
 
     # The second time everything is there: only the score is computed again.

@@ -156,7 +156,6 @@ class Report:
         self.cells = []
         self.record = {**versions, **facts, "cells": self.cells}
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             self.save()
         except OSError as error:
             raise SystemExit(f"--output: expected a path to write to, got {error}") from None

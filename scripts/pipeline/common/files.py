@@ -10,8 +10,9 @@ import shutil
 def whole(path):
     """Give, as a context, a path to write, which becomes `path` at its end: whole or not at all.
 
-    Several may write it at once, also on several nodes; the last one stays.
+    Makes its folder. Several may write it at once, also on several nodes; the last one stays.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.partial")
     try:
         yield part

@@ -12,12 +12,9 @@ def parse_words(words):
     """Return fairseq's Namespace of the words after fairseq-train."""
     import talk_fairseq  # noqa: F401 (patches fairseq, and registers the archs)
 
-    from fairseq import options, utils
+    from fairseq import options
 
     logging.getLogger("fairseq").setLevel(logging.WARNING)
-    plugin = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    plugin.add_argument("--user-dir")
-    utils.import_user_module(plugin.parse_known_args(words)[0])
     return options.parse_args_and_arch(options.get_training_parser(), words)
 
 

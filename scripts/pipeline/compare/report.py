@@ -28,9 +28,8 @@ def write_results(out, results):
     lines = "\n".join([*table(results), *reached(results["systems"])]) + "\n"
     write_json(out / "results.json", results)
     write_whole(out / "compare.md", lines)
-    measured = [row for row in results["systems"].values() if "score" in row and row["speed"]]
     for name, figure in (("validation", validation_figure), ("speed", speed_figure)):
-        if measured:
+        if drawn(results):
             save_figure(figure(results), out / f"{name}.png")
         else:
             remove(out / f"{name}.png")  # of an earlier run
@@ -169,16 +168,21 @@ def notes(results):
     yield "Float16." if results["preset"] == "gpu" else on_cpu
 
 
+def drawn(results):
+    """Return the systems that figures show: those with scores of all seeds, and speeds."""
+    systems = results["systems"].items()
+    return {k: row for k, row in systems if "score" in row and row["speed"] and "error" not in row}
+
+
 def validation_figure(results):
     """Return a Figure of the validation over updates and over time, a line for each seed."""
     runs = {}
-    for name, row in results["systems"].items():
-        if "score" in row and row["speed"]:
-            pace = row["speed"]["seconds_per_update"]
-            runs[name] = [
-                {"train": [], "valid": [{**e, "seconds": e["updates"] * pace} for e in validation]}
-                for validation in (seed["validation"] for seed in row["seeds"].values())
-            ]
+    for name, row in drawn(results).items():
+        pace = row["speed"]["seconds_per_update"]
+        runs[name] = [
+            {"train": [], "valid": [{**e, "seconds": e["updates"] * pace} for e in validation]}
+            for validation in (seed["validation"] for seed in row["seeds"].values())
+        ]
     figure = curves_figure(runs, ["loss", "ppl"])
     for axis in figure.axes:
         axis.set_ylabel(axis.get_ylabel() and f"validation {axis.get_ylabel()}")
@@ -190,12 +194,10 @@ def validation_figure(results):
 
 def speed_figure(results):
     """Return a Figure of the score of each system over its speed in training and generation."""
-    task, systems = results["task"], results["systems"]
+    task, systems = results["task"], drawn(results)
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for (name, row), look in zip(systems.items(), looks(len(systems))):
-        if "score" not in row or not row["speed"]:
-            continue
         look |= {"linestyle": "none", "markersize": 10, "label": name}
         for axis, speed in zip(axes, ("training_tokens", "generated_sentences")):
             axis.plot(row["speed"][f"{speed}_per_second"], row["score"], **look)

@@ -84,9 +84,9 @@ def parse(arguments=None):
     options = parser("compare.sh", DESCRIPTION)
     add = options.add_argument
     add("--preset", choices=("cpu", "cpu_long", "cpu_small", "gpu"), default="cpu",
-        help="cpu: small models, an hour to two on two cores; cpu_long: translation by them, with "
-        "five times as many updates and more dropout; cpu_small: translation and language models "
-        "by the best systems with 1M parameters, and three seeds; gpu: models of IWSLT's size and "
+        help="cpu: small models, an hour to two on two cores; cpu_long: translation and language "
+        "models by them, with five times as many updates and more dropout; cpu_small: the same by "
+        "the best systems with 1M parameters, and three seeds; gpu: models of IWSLT's size and "
         "three seeds on one GPU (default: cpu)")  # fmt: skip
     add("--task", choices=TITLES, default="mt", help="see above (default: mt)")
     add("--data", type=Path, help="another corpus: {train,valid,test}.LANG, one sentence a line, "
@@ -98,8 +98,8 @@ def parse(arguments=None):
     add("--seeds", type=at_least(1), metavar="N",
         help="runs of each system, with seeds 1 to N (default: 1; cpu_small, gpu: 3)")  # fmt: skip
     add("--updates", type=at_least(1), metavar="N",
-        help="of each run (default: 1,600; lm: 1,200; summ: 2,000; cpu_long: 8,000; gpu lm: "
-        "2,500)")  # fmt: skip
+        help="of each run (default: 1,600; lm: 1,200; summ: 2,000; cpu_long: 8,000, lm 6,000; "
+        "gpu lm: 2,500)")  # fmt: skip
     add("--tokens", type=at_least(1), metavar="N",
         help="of the blocks that a language model sees (default: 256; gpu: 512)")  # fmt: skip
     add("--lr", type=learning_rates, metavar="A,B",

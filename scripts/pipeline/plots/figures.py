@@ -26,7 +26,6 @@ def looks(count):
 
 def save_figure(figure, path, **options):
     """Write `figure` as PNG to `path`, whole or not at all; `options` are those of savefig."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as part:
         figure.savefig(part, format="png", dpi=120, **options)
 

@@ -95,7 +95,6 @@ class Session:
         if not path.exists():
             elapsed = time.monotonic() - self.started
             left = int(60 * self.args.minutes - elapsed) - KEPT_BACK
-            path.parent.mkdir(exist_ok=True)
             write_whole(path, f"{left // self.count}\n")
         return int(path.read_text())
 
@@ -139,7 +138,7 @@ class Session:
         """Write plain text, a SentencePiece model, and the sentences in pieces and as numbers."""
         pieces, numbers = self.folder.preparation(self.settings["vocabulary"])
         if self.once(*pieces):
-            show("\n".join(read_lines(self.log)[-3:]))  # what the text is, and how much of it
+            show("\n".join(read_lines(self.log)[-3 * len(self.folder.languages) :]))  # its counts
         self.once(*numbers)
 
     def train(self, title, folder, words, keep):

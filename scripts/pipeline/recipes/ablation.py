@@ -61,8 +61,7 @@ def score(row, seed, args):
         if status := run_module(f"recipes.{script}", *words):
             if crash.exists():
                 return "diverged"
-            what = f"scripts/{script}.sh failed with status {status}"
-            raise Failed(f"{row}, seed {seed}: {what}")
+            raise Failed(f"{row}, seed {seed}: scripts/{script}.sh failed with status {status}")
     result = read_json(folder / "evaluation/scores.json")
     return round(result["scores"]["tokenised_bleu"]["score"], 2)
 
@@ -88,7 +87,7 @@ def other_settings(row, args):
     config = with_overrides(recipe, args.overrides)
     check_options(config)
     return {
-        "changed": evaluate.other_settings(name, config),
+        "changed": evaluate.other_settings(name, recipe, config),
         "other_data": evaluate.other_data(evaluate.read_prepared(name, args.data)),
     }
 

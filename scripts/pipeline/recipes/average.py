@@ -39,7 +39,7 @@ def find_checkpoints(folder, pattern, count):
         metrics = {name.rpartition("_")[0] for name in found}
         if len(metrics) > 1:
             raise ValueError(f"expected files of one metric, got {' and '.join(sorted(metrics))}")
-        if not _maximizes(read_checkpoint(found[0])):
+        if not _maximizes(read_checkpoint(found[0], mmap=True)):
             found.reverse()
     return found[-count:]
 

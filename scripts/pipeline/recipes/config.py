@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import yaml
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -14,15 +15,17 @@ from pipeline.common.command import BadInput
 from pipeline.common.folder import flat
 from pipeline.common.paths import CONFIGS, PLUGIN, ROOT
 
-# What leaves a row's model and scores as they are: how often a run saves, and in which steps it
-# makes up the batch. It may differ in a result of the row, and between the sessions of a run.
+# What leaves a row's model and scores as they are: where and how often a run saves, and in which
+# steps it makes up the batch. It may differ in a result, and between the sessions of a run.
 HARMLESS = {
     "checkpoint.keep_interval_updates",
+    "checkpoint.save_dir",
     "checkpoint.save_interval_updates",
     "common.log_interval",
     "dataset.max_tokens",
     "dataset.num_workers",
     "dataset.validate_after_updates",
+    "task.data",
 }
 
 
@@ -81,7 +84,7 @@ def hydra_value(value):
     value = str(value)
     if re.fullmatch(r"""'.*'|".*"|\[.*\]|\{.*\}|[\w./:@%+-]*""", value, re.ASCII | re.DOTALL):
         return value
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return QuotedString(value, Quote.single).with_quotes()
 
 
 def hydra_words(overrides):

@@ -133,7 +133,6 @@ def append_result(path, result):
     results = read_json(path, [])
     if not isinstance(results, list):
         raise ValueError(f"--results: expected a JSON list in {path}, got something else")
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, [*results, result])
 
 
@@ -159,12 +158,11 @@ def other_data(prepared):
     ]
 
 
-def other_settings(given, config, folder=None):
-    """Return ``{key: value}`` of what `config` and the run in `folder` have other than the recipe.
+def other_settings(name, recipe, config, folder=None):
+    """Return ``{key: value}`` of what `config` and the run in `folder` have other than `recipe`.
 
-    Raises BadInput if it is the run of another recipe than `given`.
+    Raises BadInput if it is the run of another recipe than `name`.
     """
-    name, recipe = configs.read_config(given)
     record = folder and folder / "trained.yaml"
     if record and record.exists():
         trained = OmegaConf.to_container(OmegaConf.load(record))
@@ -200,12 +198,15 @@ class Evaluation:
         self.benchmark = self.name.partition("/")[0]
         self.data = Path(args.data or ROOT / "data-bin" / self.benchmark).absolute()
         self.prepared = read_prepared(self.name, self.data)
+        for split in [args.split, "valid"] if args.tune else [args.split]:
+            if split not in self.prepared["lines"]:
+                raise BadInput(f"--data: expected lines of {split} in {self.data}, got none")
         self.target = self.prepared["target_lang"]
         self.checkpoints = Path(args.checkpoints).absolute()
         self.is_run = self.checkpoints.is_dir()
         self.ema = bool(OmegaConf.select(self.config, "ema.store_ema"))
         folder = self.checkpoints if self.is_run else self.checkpoints.parent
-        self.changed = other_settings(args.name, self.config, folder)
+        self.changed = other_settings(self.name, recipe, self.config, folder)
         self.output = Path(args.output).absolute() if args.output else folder / "evaluation"
         self.on_cpu = args.cpu or not torch.cuda.is_available()
         self.reported = REPORTED.get(self.benchmark, "tokenised_bleu")
@@ -333,8 +334,6 @@ def candidates_of(evaluation):
 
     Raises BadInput if there is nothing to choose from.
     """
-    if "valid" not in evaluation.prepared["lines"]:
-        raise BadInput(f"--tune: expected a validation set in {evaluation.data}, got none")
     values = {}
     if evaluation.is_run and not evaluation.ema:
         pattern = recipe_average(evaluation.config)[1]
@@ -389,7 +388,7 @@ def evaluate(args):
         evaluation.changed.pop("average", None)
     scores = evaluation.score(args.split, settings)
     paths = evaluation.paths(settings["average"])
-    history = read_checkpoint(paths[-1]).get("optimizer_history") or [{}]
+    history = read_checkpoint(paths[-1], mmap=True).get("optimizer_history") or [{}]
     generation = evaluation.config.get("generation") or {}
     result = {
         "name": evaluation.name,

@@ -195,7 +195,10 @@ def plan(args, has_data=True):
     path = configs.find_config(args.name)[1]
     words += ["--config-dir", path.parent, "--config-name", path.stem]
     settings = [f"{key}={value}" for key, value in options.items()]
-    words += configs.hydra_words([*settings, *args.overrides])
+    # Paths stand among the settings: Hydra runs fairseq in the folder of the run.
+    paths = ("common.user_dir", "task.data", "checkpoint.save_dir")
+    given = [each for each in args.overrides if each.lstrip("+").partition("=")[0] not in paths]
+    words += configs.hydra_words([*settings, *given])
 
     environment = {"PYTHONWARNINGS": "ignore"}  # fairseq calls much that PyTorch has deprecated
     if on_cpu:
@@ -217,7 +220,6 @@ def main(arguments=None):
         print(re.sub(r" (?='?\+\+)", r" \\\n    ", " ".join(shown)), flush=True)
         if args.dry_run:
             return
-        save_dir.mkdir(parents=True, exist_ok=True)
         write_whole(save_dir / "trained.yaml", OmegaConf.to_yaml(trained))
         os.execve(words[0], words, {**os.environ, **environment})
 
