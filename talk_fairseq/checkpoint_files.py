@@ -11,6 +11,7 @@ import errno
 import math
 import os
 import re
+import threading
 
 import fairseq.distributed.utils
 import numpy as np
@@ -52,20 +53,24 @@ def _number(dtype, data):
 def allow_checkpoint_types():
     """Allow the types that fairseq's checkpoints hold, all of which hold data and run no code.
 
-    numpy's are read through `PlainDtype` and `PlainArray`. fairseq 0.9 saved its meters, whose
-    module is gone: they are read as Namespaces of their values. Without it: torch >= 2.6 refuses
-    every checkpoint of fairseq, with ``UnpicklingError: Unsupported global: argparse.Namespace``
-    (the model's options), numpy's scalars (the metrics of ``--eval-bleu``) or
-    ``_TensorPlaceholder`` (optimizer states saved after being broadcast).
+    fairseq 0.9 saved its meters, whose module is gone: they are read as Namespaces of their values.
+    Without it: torch >= 2.6 refuses every checkpoint of fairseq, with ``UnpicklingError:
+    Unsupported global: argparse.Namespace`` (the model's options) or ``_TensorPlaceholder``
+    (optimizer states saved after being broadcast).
     """
     types = [argparse.Namespace, fairseq.distributed.utils._TensorPlaceholder]
-    types += [(PlainArray, "numpy.ndarray"), (PlainDtype, "numpy.dtype")]
-    for core in ("core", "_core"):  # a pickle names the module of the numpy that wrote it
-        types.append((_number, f"numpy.{core}.multiarray.scalar"))
-        types.append((PlainArray, f"numpy.{core}.multiarray._reconstruct"))
     for meter in ("AverageMeter", "TimeMeter", "StopwatchMeter"):
         types.append((argparse.Namespace, f"fairseq.meters.{meter}"))
     torch.serialization.add_safe_globals(types)
+
+
+# numpy's types, such as those of the metrics of ``--eval-bleu``, are allowed in `read_checkpoint`
+# alone: elsewhere torch.load would return a PlainArray. Its list of types is the whole process's.
+_NUMPY = [(PlainArray, "numpy.ndarray"), (PlainDtype, "numpy.dtype")]
+for _core in ("core", "_core"):  # a pickle names the module of the numpy that wrote it
+    _NUMPY.append((_number, f"numpy.{_core}.multiarray.scalar"))
+    _NUMPY.append((PlainArray, f"numpy.{_core}.multiarray._reconstruct"))
+_READING = threading.Lock()
 
 
 def _plain(value):
@@ -120,7 +125,8 @@ def read_checkpoint(file, map_location="cpu", mmap=False):
     try:
         mmap = mmap and file.read(4) == b"PK\x03\x04"
         file.seek(0)
-        state = torch.load(path if mmap else file, map_location, weights_only=True, mmap=mmap)
+        with _READING, torch.serialization.safe_globals(_NUMPY):
+            state = torch.load(path if mmap else file, map_location, weights_only=True, mmap=mmap)
         state = _plain(state)
     except MemoryError:
         raise
@@ -186,6 +192,9 @@ def whole_file(path):
     folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
     try:
         os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):  # of some file systems
+            raise
     finally:
         os.close(folder)
 

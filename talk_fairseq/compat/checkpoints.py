@@ -7,6 +7,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import fairseq.checkpoint_utils
 import torch
 
 from talk_fairseq import checkpoint_files
@@ -39,9 +40,26 @@ def name_file_of_bad_options(original, path, *args, **kwargs):
 
 @patches("fairseq.trainer.Trainer", "load_checkpoint")
 def name_file_of_bad_training_state(original, self, filename, *args, **kwargs):
-    """Name the checkpoint in errors about the optimizer or the data loader; fairseq does not."""
+    """Name the checkpoint in errors about the optimizer or the data loader; fairseq does not.
+
+    A moving average that it holds is of no use after that.
+    """
     with naming(filename):
-        return original(self, filename, *args, **kwargs)
+        extra_state = original(self, filename, *args, **kwargs)
+    (extra_state or {}).pop("ema", None)
+    return extra_state
+
+
+def begin_average_at_checkpoint(path, **options):
+    """Read a checkpoint; where it has no moving average, its parameters are one."""
+    state = fairseq.checkpoint_utils.load_checkpoint_to_cpu(path, **options)
+    state["extra_state"].setdefault("ema", state["model"])
+    return state
+
+
+# Without it: ``--store-ema`` cannot begin at a checkpoint that has no average, but ends in
+# ``KeyError: 'model'``, since fairseq lets go of the parameters before it asks for them.
+overlay("fairseq.trainer", "checkpoint_utils", load_checkpoint_to_cpu=begin_average_at_checkpoint)
 
 
 @patches("fairseq.checkpoint_utils", "load_model_ensemble_and_task")

@@ -1,5 +1,6 @@
 """Patches of fairseq's batches and epochs: every sentence once, also in a run that resumes."""
 
+import inspect
 import math
 import types
 
@@ -39,11 +40,12 @@ def make_same_batches_when_resuming(original, self, dataset, *args, **kwargs):
     fairseq makes them once, from the seed and the epoch that the process begins with. During that
     epoch, some sentences are seen twice and others never.
     """
-    anew = kwargs.get("disable_iterator_cache") or kwargs.get("update_epoch_batch_itr")
+    given = inspect.signature(original).bind(self, dataset, *args, **kwargs).arguments
+    anew = given.get("disable_iterator_cache") or given.get("update_epoch_batch_itr")
     if anew or not self.can_reuse_epoch_itr(dataset) or dataset in self.dataset_to_epoch_iter:
-        return original(self, dataset, *args, **kwargs)
-    epoch = kwargs.get("epoch", 1)
-    iterator = original(self, dataset, *args, **{**kwargs, "epoch": 1})
+        return original(**given)
+    epoch = given.get("epoch", 1)
+    iterator = original(**given | {"epoch": 1})
     iterator.epoch = epoch
     dataset.set_epoch(epoch)
     return iterator

@@ -82,6 +82,17 @@ def require_legacy_ddp_for_layerdrop(original, args, model, *more, **kwargs):
     return original(args, model, *more, **kwargs)
 
 
+@patches("fairseq.models.ema.ema.EMA", "restore")
+def keep_last_norms_in_averages(original, self, state_dict, build_fp32_params=False):
+    """Let the moving average of ``--store-ema`` keep the versions of its parts.
+
+    Without it: fairseq averages all but these, takes the average for one of an old model without a
+    norm after its last layer, and drops that norm at the first update, silently.
+    """
+    versions = {k: v for k, v in self.model.state_dict().items() if k.endswith("version")}
+    return original(self, versions | state_dict, build_fp32_params)
+
+
 @patches_command("train", "train")
 def leave_finished_runs_alone(original, cfg, trainer, task, epoch_itr):
     """Train nothing where a run has already had its ``--max-update``.

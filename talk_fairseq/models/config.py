@@ -144,6 +144,9 @@ def nested_config(cfg, config):
     nested.decoder.output_dim = nested.decoder.output_dim or nested.decoder.embed_dim
     if nested.cross_self_attention:
         raise ValueError("cross_self_attention: expected False with windows, got True")
+    for name in ("encoder", "decoder"):
+        if (given := getattr(nested, name).xformers_att_config) is not None:
+            raise ValueError(f"{name}_xformers_att_config: expected None, got {given!r}")
     return nested
 
 

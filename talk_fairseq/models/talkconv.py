@@ -158,9 +158,13 @@ class TaLKConvModelBase:
             raise ValueError(
                 f"data_name_or_path: expected a folder with dictionaries (dict*.txt), got {folder}"
             )
-        return super().from_pretrained(
+        hub = super().from_pretrained(
             model_name_or_path, checkpoint_file, data_name_or_path, **kwargs
         )
+        for module in hub.modules():
+            if isinstance(module, encoder_attention.EncoderAttention):
+                module.need_attn = True  # each call may ask for alignments
+        return hub
 
     def upgrade_state_dict_named(self, state_dict, name):
         """Give parameters of old checkpoints, published ones among them, their names of today."""

@@ -109,6 +109,7 @@ def talk_conv_update_unchecked(x, offset_left, state, max_left):
     plain = (
         backend_name(x) == "reference"
         or is_compiling()
+        or torch.jit.is_tracing()
         or transforms_are_active()
         or forward_ad._current_level >= 0
         or torch.is_grad_enabled()

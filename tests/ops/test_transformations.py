@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from conftest import ROOT
 from talk_fairseq import (
+    TaLKConv,
     TaLKConvState,
     TaLKConvUnit,
     talk_conv,
@@ -329,6 +330,15 @@ def test_jit_trace(unit, tmp_path):
                 for f in (program, module)
             )
             assert all(map(torch.equal, got, expected))
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_jit_trace_of_a_step(poisoned_memory):
+    conv, x = TaLKConv(8, 2, 3).eval().requires_grad_(False), torch.randn(1, 2, 8)
+    traced = torch.jit.trace(lambda x: conv.step(x)[0], x)
+    other = torch.randn(1, 2, 8)
+    assert torch.equal(traced(other), conv.step(other)[0])
 
 
 def test_jit_script_is_refused(unit):

@@ -475,6 +475,11 @@ def test_our_own_checkpoints_from_pretrained(corpus, trained):
         str(trained.parent), checkpoint_file=trained.name, data_name_or_path=str(corpus)
     )
     assert len(hub.translate(["En el principio", "Y dijo Dios"], max_len_b=9)) == 2
+    # Each call may ask for alignments, which the command line has to before it loads a model.
+    hub.translate(["En el principio"], max_len_b=9, print_alignment="hard")
+    source = hub.encode("En el principio")
+    (best, *_), *_ = hub.generate(source[None], max_len_b=9)
+    assert best["attention"].shape == (len(source), len(best["tokens"]))
 
 
 @pytest.mark.parametrize("door", ["from_pretrained", "torch.hub"])

@@ -127,7 +127,6 @@ OTHERS = {  # a value of each option that is neither a number nor a switch
     "activation_fn": "gelu",
     "decoder_max_left": "1,2x2",
     "decoder_layers_to_keep": "0,2",
-    "decoder_xformers_att_config": "other",
     "adaptive_input_cutoff": "5,9",
     "adaptive_softmax_cutoff": "6,8",
     "character_filters": "[(1, 8), (2, 4)]",
@@ -135,6 +134,7 @@ OTHERS = {  # a value of each option that is neither a number nor a switch
 
 
 OF_THE_TASK = {"add_bos_token", "tokens_per_sample", "max_target_positions", "tpu"}
+REFUSED = {"decoder_xformers_att_config"}
 
 
 def other_values(arch):
@@ -142,7 +142,7 @@ def other_values(arch):
     default = nested_config(from_flags("--arch", arch), TaLKConvLanguageModelConfig)
     values = {}
     for option in fields(TaLKConvLanguageModelConfig):
-        if option.name in OF_THE_TASK or option.name == "_name":
+        if option.name in OF_THE_TASK | REFUSED | {"_name"}:
             continue
         value = getattr(default, option.name)
         if option.name not in OTHERS:

@@ -103,6 +103,17 @@ def a_run_that_goes_on_has_the_same_batches(tmp_path):
     assert [sorted(batch) for batch in anew.frozen_batches] != one
 
 
+@breaks("AssertionError: other batches")
+def they_are_the_same_where_the_epoch_is_no_keyword(tmp_path):
+    """As tasks of fairseq's examples pass it on."""
+    one, other = (
+        task.get_batch_iterator(pairs, None, 2, None, False, 1, 1, 1, 0, 0, epoch).frozen_batches
+        for epoch in (1, 3)
+        for pairs, task in [lines_of_words()]
+    )
+    assert [sorted(batch) for batch in one] == [sorted(batch) for batch in other], "other batches"
+
+
 @breaks("AssertionError: epoch 3 in order")
 def a_curriculum_ends(tmp_path):
     """In a run that goes on from one epoch to the next, as in one that begins later."""

@@ -13,10 +13,12 @@ pytest.importorskip("fairseq")
 import torch
 from fairseq import models, options, trainer
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
+from fairseq.dataclass.configs import EMAConfig
 from fairseq.distributed import utils as distributed_utils
 from fairseq.models import distributed_fairseq_model
+from fairseq.models.ema.ema import EMA
 from fairseq.modules import LayerDropModuleList
-from probing import breaks, dictionary
+from probing import breaks, dictionary, tiny_transformer
 
 
 @breaks("AssertionError: tpu")
@@ -140,3 +142,13 @@ def layers_are_dropped_in_several_processes(tmp_path):
                 train(distributed(DropsItsLayers(1), backend))
             except ValueError as error:
                 assert "--ddp-backend: expected legacy_ddp to drop layers" in str(error)
+
+
+@breaks("AssertionError: no norm")
+def averages_keep_the_norm_after_the_last_layer(tmp_path):
+    model = tiny_transformer(encoder_normalize_before=True, decoder_normalize_before=True)
+    average = EMA(model, EMAConfig(store_ema=True, ema_decay=0.5))
+    average.step(model, 1)
+    for part in (average.model.encoder, average.model.decoder):
+        assert part.layer_norm is not None, "no norm"
+    assert average.model.state_dict().keys() == model.state_dict().keys()

@@ -1,10 +1,14 @@
 """What needs no patch, what the patches must not change, and how they are applied."""
 
 import argparse
+import contextlib
+import errno
 import io
 import json
+import os
 import pickle
 import re
+import stat
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +35,7 @@ from probing import (
     dictionary,
     tiny_transformer,
 )
+from test_numbers import trainer_of
 
 from conftest import ROOT
 from talk_fairseq import checkpoint_files, compat
@@ -195,10 +200,47 @@ def test_padding_takes_no_learned_position():
         assert found == (module, given, None, positions)
 
 
-def test_numpy_and_torch_themselves_are_untouched():
+def test_numpy_and_torch_themselves_are_untouched(tmp_path):
     assert "int" not in vars(np) and "float" not in vars(np)
     assert torch.load.__module__ == "torch.serialization"
+    torch.save({"model": {}, "mean": np.zeros(3)}, tmp_path / "numbers.pt")
+    assert checkpoint_files.read_checkpoint(tmp_path / "numbers.pt")["mean"].shape == (3,)
+    with pytest.raises(pickle.UnpicklingError, match="numpy"):
+        torch.load(tmp_path / "numbers.pt", weights_only=True)
     assert data_utils.np.ndarray is np.ndarray
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_a_folder_that_cannot_be_flushed_costs_no_checkpoint(tmp_path, monkeypatch, number):
+    """Some file systems know no such thing, and answer EINVAL; a broken disk is an error."""
+    flush, path = os.fsync, tmp_path / "a.pt"
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, "no")
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    broken = pytest.raises(OSError) if number == errno.EIO else contextlib.nullcontext()
+    with broken, checkpoint_files.whole_file(path) as file:
+        file.write(b"whole")
+    assert path.read_bytes() == b"whole"
+
+
+def test_an_average_begins_at_a_checkpoint_that_has_none(tmp_path):
+    """``--store-ema`` with ``--finetune-from-model``, or in a run that goes on with it."""
+    path = str(tmp_path / "checkpoint.pt")
+    trainer = trainer_of(tmp_path)
+    trainer.consolidate_optimizer()
+    trainer.save_checkpoint(path, {"train_iterator": {"epoch": 1}})
+    averaging = trainer_of(tmp_path, "--store-ema", "--ema-fp32")
+    trained = averaging.model.state_dict()["decoder.layers.0.fc1.weight"]
+    with torch.no_grad():
+        trained.zero_()
+    assert "ema" not in averaging.load_checkpoint(path, reset_optimizer=True)
+    assert trained.any()
+    for average in (averaging.ema.model.state_dict(), averaging.ema.fp32_params):
+        assert torch.equal(average["decoder.layers.0.fc1.weight"], trained)
 
 
 def test_a_fairseq_of_another_shape_is_refused():
