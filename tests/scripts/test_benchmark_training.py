@@ -170,3 +170,13 @@ def test_bad_options(benchmark, capsys, options, message):
         benchmark.parse([*SMALL, *options.split()])
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(f"benchmark_training.py: {message}", line)
+
+
+def test_language_models_have_a_file_of_their_own(benchmark):
+    """Unless a file is named, be it the one of translation."""
+
+    def output(*arguments):
+        return str(benchmark.parse(["--cpu", *arguments]).output)
+
+    assert output() == "results/training" and output("--task", "lm") == "results/training_lm"
+    assert output("--task", "lm", "--output", "results/training") == "results/training"

@@ -155,7 +155,7 @@ def parse(arguments=None):
     args.precisions = args.precisions or ["float32", *on_gpu]
     args.max_tokens = args.max_tokens or (args.tokens if lm else 4000)
     args.batches = args.batches or TASKS[args.task]["batches"]
-    if lm and args.output == parser.get_default("output"):
+    if lm and args.output is parser.get_default("output"):  # not a path that was given
         args.output = args.output.with_name("training_lm")
     args.sizes = models.chosen_sizes(parser, args, TASKS[args.task]["sizes"])
     return args
