@@ -67,6 +67,23 @@ def build_legacy_models_from_yaml(original, cfg, task, *args, **kwargs):
     return original(cfg, task, *args, **kwargs)
 
 
+@patches("fairseq.modules.dynamic_convolution.DynamicConv_scripatable", "_forward_unfolded")
+def weigh_short_sequences_as_steps_do(original, self, x, incremental_state, query):
+    """Convolve fewer tokens than there are taps as if zeros stood before them.
+
+    Without it: fairseq divides the taps of a token by the sum of those that the whole sequence has
+    room for, but step by step by that of all taps, as its band matrices do. So a decoder that was
+    trained on short sentences generates as another function, and sees how long a sentence is.
+    """
+    missing = self.kernel_size - len(x)
+    causal = self.padding_l == self.kernel_size - 1
+    if incremental_state is not None or missing <= 0 or self.in_proj or not causal:
+        return original(self, x, incremental_state, query)
+    before = (0, 0, 0, 0, missing, 0)
+    x, query = (torch.nn.functional.pad(tensor, before) for tensor in (x, query))
+    return original(self, x, incremental_state, query)[missing:]
+
+
 @patches("fairseq.tasks.multilingual_translation.MultilingualTranslationTask", "build_model")
 def require_multi_model(original, self, args, *more, **kwargs):
     """Raise ValueError for a model of one pair in ``--task multilingual_translation``.

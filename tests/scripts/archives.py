@@ -174,7 +174,7 @@ def cnn_dm(folder):
             start += 6
             articles.append("" if (split, number) == ("train", 3) else " ".join(lines[:4]))
             summaries.append(" ".join(f"<t> {line.rstrip('.')} . </t>" for line in lines[4:]))
-        files |= {f"{split}.txt.src": text(articles), f"{split}.txt.tgt": text(summaries)}
+        files |= {f"{split}.txt.src": text(articles), f"{split}.txt.tgt.tagged": text(summaries)}
     archive(folder / "cnndm.tar.gz", files)
     return folder
 

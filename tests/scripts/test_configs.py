@@ -102,7 +102,8 @@ wmt16_en_de:
   ablation_08_lightconv:       [lightconv_wmt_en_de_big, [0.3, 0.1, 0.1], 5, 0.5, *ungated]
   ablation_09_dynamicconv:     [lightconv_wmt_en_de_big, [0.3, 0.1, 0.1], 5, 0.5, &dynamic {
                                 <<: *ungated, encoder_conv_type: dynamic,
-                                decoder_conv_type: dynamic}]
+                                decoder_conv_type: dynamic,
+                                distributed_training.ddp_backend: legacy_ddp}]
   ablation_10_without_softmax: [lightconv_wmt_en_de_big, [0.3, 0.1, 0.1], 5, 0.5, {
                                 <<: *dynamic, weight_softmax: false}]
   ablation_11_averaged_decoder: [transformer_averaged_decoder_wmt_en_de_big, [0.3, 0.1], 5, 0.5,
@@ -199,7 +200,7 @@ transformer: {}
 lightconv: {model: {encoder_conv_type: lightweight, decoder_conv_type: lightweight,
   encoder_glu: true, decoder_glu: true}}
 dynamicconv: {model: {encoder_conv_type: dynamic, decoder_conv_type: dynamic,
-  encoder_glu: true, decoder_glu: true}}
+  encoder_glu: true, decoder_glu: true}, distributed_training: {ddp_backend: legacy_ddp}}
 fconv: {optimizer: {_name: nag, adam_betas: null, weight_decay: 0.0},
   optimization: {clip_norm: 0.1, lr: [0.5], stop_min_lr: 1.0e-5, update_freq: [1], max_update: 0},
   lr_scheduler: {_name: fixed}, model: {share_all_embeddings: null}}

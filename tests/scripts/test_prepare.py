@@ -269,6 +269,15 @@ def test_pieces_are_learnt_of_long_lines_of_both_sides(tmp_path):
     assert lines(prep.folder / "pieces.test.target")[0] != "▁ijkl"
 
 
+def test_a_token_of_letters_and_marks_may_be_a_piece(tmp_path):
+    pair = ("it &apos;s u.s. -lrb- 1990s", "l&apos; eau")
+    _, prep = tokenized("cnn_dm", tmp_path, train=[pair] * 99, test=[pair])
+    prep.vocabulary = 90
+    prepare_benchmark.write_pieces(prep)
+    pieces = lines(prep.folder / "pieces.test.source") + lines(prep.folder / "pieces.test.target")
+    assert " ".join(pieces) == "▁it ▁&apos;s ▁u.s. ▁-lrb- ▁1990s ▁l&apos; ▁eau"
+
+
 # --- Stopping, going on, and running again ---
 
 
@@ -424,8 +433,8 @@ def test_one_archive_of_several_is_missing(tmp_path, capfd):
     assert "training-parallel-commoncrawl.tgz" in message and "europarl" not in message
 
 
-def test_what_data_lacks_is_downloaded(tmp_path, monkeypatch):
-    """And what it has is used, though the archive has it too."""
+def test_what_data_lacks_is_downloaded(tmp_path, monkeypatch, capfd):
+    """And what it has is used, though the archive has it too; what neither has is named."""
     host = archives.wikitext103(tmp_path / "host")
     asked = []
 
@@ -442,6 +451,9 @@ def test_what_data_lacks_is_downloaded(tmp_path, monkeypatch):
     assert asked == list(BENCHMARKS["wikitext103"].archives)
     prepared = json.loads((output / "prepared.json").read_text())
     assert prepared["lines"] == {"train": 9, "valid": 15, "test": 15}
+    archives.archive(host / "wikitext-103-v1.zip", {"wiki.valid.tokens": "of another release\n"})
+    message = refusal(capfd, *arguments, "--other-counts", "--restart")
+    assert "missing wiki.test.tokens; give --data" in message
 
 
 def test_an_archive_that_is_replaced_is_read_anew(tmp_path):

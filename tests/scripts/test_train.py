@@ -148,8 +148,17 @@ def test_runs_on_the_same_nodes_do_not_meet(tmp_path, monkeypatch):
     ],
 )
 def test_precision(arguments, fp16, bf16):
-    words = planned("wmt16_en_de/talkconv", *arguments.split()).words
-    assert (words.get("common.fp16"), words.get("common.bf16")) == (fp16, bf16)
+    arguments = train.parse(["wmt16_en_de/talkconv", *arguments.split(), "--dry-run"])
+    command, _, _, trained = train.plan(arguments)
+    for half, asked in (("fp16", fp16), ("bf16", bf16)):
+        assert (f"++common.{half}={asked}" in command) == (asked is not None)
+        assert f"++common.{half}={'false' if asked == 'true' else 'true'}" not in command
+    # A run that is no longer the recipe's, which is in float16, says so.
+    _, recipe = config.read_config("wmt16_en_de/talkconv")
+    changed = {"common.fp16": (True, False)} if fp16 == "false" else {}
+    changed |= {"common.bf16": (None, True)} if bf16 == "true" else {}
+    trained.pop("name")
+    assert config.differences(recipe, trained) == changed
 
 
 def test_paths_are_absolute_and_quoted(tmp_path, monkeypatch):

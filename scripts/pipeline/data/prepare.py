@@ -120,10 +120,12 @@ def write_plain(prep):
             raise ValueError(f"--data: expected a folder, a file or an address, got {place}")
     found = gather(benchmark.files, locations, archives, prep.folder / "extracted")
     missing = [name for name in benchmark.files if name not in found]
-    if missing and not prep.args.download:
+    if missing and prep.args.download:
+        fetched = [download(address, downloads) for address in archives_of(missing, benchmark)]
+        found |= gather(missing, fetched, archives, prep.folder / "fetched")
+        missing = [name for name in missing if name not in found]
+    if missing:
         raise ValueError(how_to_get(missing, benchmark))
-    fetched = [download(address, downloads) for address in archives_of(missing, benchmark)]
-    found |= gather(missing, fetched, archives, prep.folder / "fetched")
     for split in dict.fromkeys(part.split for part in benchmark.parts):
         with text.Writer(prep.paths("", split)) as writer:
             for part in benchmark.parts:
@@ -179,6 +181,10 @@ def write_pieces(prep):
         bos_id=-1,
         eos_id=-1,
         character_coverage=0.9995,  # rarer characters stay whole, if the dictionary has room
+        # A token such as &apos;s, l&apos; or 1990s may be one piece, as with subword-nmt.
+        split_by_unicode_script=False,
+        split_by_number=False,
+        max_sentencepiece_length=100,
         input_sentence_size=benchmark.learn_from,
         shuffle_input_sentence=True,
         max_sentence_length=1_000_000,  # bytes; longer lines are not learnt from

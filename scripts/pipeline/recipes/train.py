@@ -137,7 +137,14 @@ def plan(args, has_data=True):
     save_dir = args.save_dir or OmegaConf.select(config, "checkpoint.save_dir")
     save_dir = Path(save_dir or ROOT / "checkpoints" / name).absolute()
     check_path("--save-dir", save_dir)
+    precision = args.precision or ("fp32" if on_cpu else None)
+    if on_cpu and precision == "fp16":
+        raise BadInput("--precision: expected fp32 or bf16 on the CPU, got fp16")
+    halves = {f"common.{half}": precision == half for half in ("fp16", "bf16")} if precision else {}
     trained = OmegaConf.merge({"name": name}, config)
+    for key, half in halves.items():
+        if half != bool(OmegaConf.select(config, key)):  # no numbers of the recipe
+            OmegaConf.update(trained, key, half)
     if not args.dry_run:
         if has_data and not list(data.glob("dict*.txt")):
             raise BadInput(f"--data: expected binarised data, with dict*.txt, in {data}, got none")
@@ -161,12 +168,7 @@ def plan(args, has_data=True):
                 "dataset.max_tokens=N sets other steps, optimization.update_freq=[N] another batch"
             )
         options["optimization.update_freq"] = [steps]
-    precision = args.precision or ("fp32" if on_cpu else None)
-    if on_cpu and precision == "fp16":
-        raise BadInput("--precision: expected fp32 or bf16 on the CPU, got fp16")
-    if precision:
-        options["common.fp16"] = str(precision == "fp16").lower()
-        options["common.bf16"] = str(precision == "bf16").lower()
+    options |= {key: str(half).lower() for key, half in halves.items()}
     if on_cpu:
         options["common.cpu"] = "true"
         if processes > 1:

@@ -8,6 +8,8 @@ pytest.importorskip("fairseq")
 import torch
 from fairseq import utils
 from fairseq.dataclass import initialize
+from fairseq.modules.dynamic_convolution import DynamicConv1dTBC
+from fairseq.modules.dynamic_convolution import DynamicConv_scripatable as DynamicConv
 from omegaconf import OmegaConf
 from probing import breaks, tiny_transformer
 
@@ -34,3 +36,17 @@ def an_arch_in_yaml_is_that_arch(tmp_path):
         assert cfg.model.decoder_layers == 12, f"{cfg.model.decoder_layers} layers"
         assert cfg.model.decoder_embed_dim == (1024 if isinstance(model, str) else 64)
         assert cfg.model.dropout == 0.1  # of the model's dataclass
+
+
+@breaks("AssertionError: other weights")
+def short_sequences_are_convolved_as_in_steps(tmp_path):
+    torch.manual_seed(0)
+    conv = DynamicConv(4, kernel_size=7, padding_l=6, num_heads=2, weight_softmax=True)
+    x, state = torch.randn(3, 2, 4), {}
+    for length in (1, 3):
+        steps = torch.cat([conv(step, incremental_state=state) for step in x[:length].split(1)])
+        assert torch.allclose(conv(x[:length]), steps, atol=1e-6), "other weights"
+        state = {}
+    bands = DynamicConv1dTBC(4, kernel_size=7, padding_l=6, num_heads=2, weight_softmax=True)
+    bands.weight_linear = conv.weight_linear
+    assert torch.allclose(conv(x), bands(x), atol=1e-6)
