@@ -16,9 +16,17 @@ from talk_fairseq.compat.patching import patches
 def score_every_token(original, self, dataset, *args, max_positions=None, **kwargs):
     """Raise ValueError where ``fairseq-eval-lm`` would skip blocks over the model's maximum.
 
+    Also for a ``--context-window`` with several workers or shards, which would give each block the
+    tokens before another one as its context.
+
     Without it: only what is left is scored. Without the ``--tokens-per-sample`` of training, which
     is then 1024, every block is skipped, and the perplexity is 1.00 or that of a short last block.
     """
+    parts = max(kwargs.get("num_workers", 1), kwargs.get("num_shards", 1))
+    if kwargs.get("context_window", 0) > 0 and parts > 1:
+        raise ValueError(
+            f"expected one of --num-workers and --num-shards with --context-window, got {parts}"
+        )
     if max_positions is not None:
         _, skipped = dataset.filter_indices_by_size(dataset.ordered_indices(), max_positions)
         if len(skipped) > 0:

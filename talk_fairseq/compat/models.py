@@ -7,7 +7,12 @@ from pathlib import Path
 
 import fairseq.dataclass.utils
 import torch
-from fairseq.models import ARCH_MODEL_REGISTRY, FairseqMultiModel
+from fairseq.models import (
+    ARCH_MODEL_NAME_REGISTRY,
+    ARCH_MODEL_REGISTRY,
+    MODEL_DATACLASS_REGISTRY,
+    FairseqMultiModel,
+)
 from omegaconf import OmegaConf
 
 from talk_fairseq.compat.patching import patches, patches_command
@@ -32,17 +37,23 @@ def return_swish_as_function(original, activation):
 def apply_arch_defaults_in_yaml(original, cfg):
     """Set what the arch sets before the defaults of the model's dataclass are.
 
-    Without it: ``fairseq-hydra-train`` takes the defaults of the model for those of the arch;
-    ``_name: transformer_lm_big`` silently trains the 6 layers of ``transformer_lm``.
+    The longest source and target are those of the task, as where flags set both. Without it:
+    ``fairseq-hydra-train`` takes the defaults of the model for those of the arch; ``_name:
+    transformer_lm_big`` silently trains the 6 layers of ``transformer_lm``.
     """
     OmegaConf.set_struct(cfg, False)
     model = cfg.get("model")
     name = model if isinstance(model, str) else getattr(model, "_name", None)
-    if fairseq.models.ARCH_MODEL_NAME_REGISTRY.get(name) in fairseq.models.MODEL_DATACLASS_REGISTRY:
+    options = MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY.get(name))
+    if options is not None:
         if model == name:
             cfg.model = {"_name": name}
         OmegaConf.set_struct(cfg.model, False)
         fairseq.models.ARCH_CONFIG_REGISTRY[name](cfg.model)
+        for limit in ("max_source_positions", "max_target_positions"):
+            of_task = OmegaConf.select(cfg, f"task.{limit}")
+            if of_task and hasattr(options, limit) and limit not in cfg.model:
+                cfg.model[limit] = of_task
         if cfg.model.get("base_shuffle") is False:  # an integer in fairseq's dataclasses
             cfg.model.base_shuffle = 0
     return original(cfg)

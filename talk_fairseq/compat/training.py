@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import warnings
+from types import SimpleNamespace
 
 import fairseq.distributed.utils
 import fairseq.nan_detector
@@ -91,6 +92,35 @@ def keep_last_norms_in_averages(original, self, state_dict, build_fp32_params=Fa
     """
     versions = {k: v for k, v in self.model.state_dict().items() if k.endswith("version")}
     return original(self, versions | state_dict, build_fp32_params)
+
+
+@patches("fairseq.models.ema.ema.EMA", "_step_internal")
+def average_shared_parameters_once(original, self, new_model, updates=None):
+    """Average each tensor once, by the first of its names.
+
+    Without it: fairseq averages embeddings that three parts of a model share three times at each
+    update, so that they forget three times as fast.
+    """
+    first = {}
+    for name, value in new_model.state_dict().items():
+        shared = isinstance(value, torch.Tensor) and value.numel() and value.data_ptr()
+        first.setdefault(shared or name, (name, value))
+    return original(self, SimpleNamespace(state_dict=lambda: dict(first.values())), updates)
+
+
+@patches("fairseq.trainer.Trainer", "__init__")
+def refuse_noise_that_stays(original, self, cfg, *args, **kwargs):
+    """Raise ValueError for ``--quant-noise-pq`` in a precision that has no copies in float32.
+
+    Without it: training destroys the model silently. The noise is written into the parameters, and
+    only ``--fp16`` and ``--bf16`` write what was there back after an update.
+    """
+    if getattr(getattr(cfg, "model", cfg), "quant_noise_pq", 0):  # old scripts pass flat options
+        common = getattr(cfg, "common", cfg)
+        fp16 = common.fp16 and not common.memory_efficient_fp16
+        if not fp16 and not (common.bf16 and not common.memory_efficient_bf16):
+            raise ValueError("expected --fp16 or --bf16 with --quant-noise-pq, got neither")
+    return original(self, cfg, *args, **kwargs)
 
 
 @patches_command("train", "train")

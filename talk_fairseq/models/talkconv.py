@@ -192,6 +192,10 @@ class TaLKConvModel(TaLKConvModelBase, transformer.TransformerModelBase):
         cfg = nested_config(cfg, TaLKConvConfig)
         if cfg.align_attention:
             encoder_attention.check_padding_of_targets(task)
+        for name in ("share_all_embeddings", "share_decoder_input_output_embed",
+                     "merge_src_tgt_embed", "tie_adaptive_weights"):  # fmt: skip
+            if cfg.adaptive_softmax_cutoff is not None and getattr(cfg, name):
+                raise ValueError(f"{name}: expected False with adaptive_softmax_cutoff, got True")
         cfg.unit = cls.unit
         set_windows(cfg.encoder, "encoder")
         set_windows(cfg.decoder, "decoder")

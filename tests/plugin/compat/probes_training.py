@@ -152,3 +152,30 @@ def averages_keep_the_norm_after_the_last_layer(tmp_path):
     for part in (average.model.encoder, average.model.decoder):
         assert part.layer_norm is not None, "no norm"
     assert average.model.state_dict().keys() == model.state_dict().keys()
+
+
+@breaks("AssertionError: averaged again")
+def averages_of_shared_embeddings_are_taken_once(tmp_path):
+    model = tiny_transformer(share_all_embeddings=True)
+    average = EMA(model, EMAConfig(store_ema=True, ema_decay=0.5))
+    start = {name: value.clone() for name, value in average.model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    average.step(model, 1)
+    assert average.model.decoder.embed_tokens is average.model.encoder.embed_tokens
+    for name, value in average.model.state_dict().items():
+        if "version" not in name:
+            assert torch.allclose(value, start[name] / 2), "averaged again"
+
+
+@breaks("AttributeError")  # as deep as a Trainer without a model comes
+def noise_that_would_stay_is_refused(tmp_path):
+    halves = ("fp16", "bf16", "memory_efficient_fp16", "memory_efficient_bf16")
+    common = SimpleNamespace(**dict.fromkeys(halves, False), cpu=True, tpu=False, amp=False)
+    model = SimpleNamespace(quant_noise_pq=0.1)
+    for flag in (None, "memory_efficient_bf16"):
+        if flag:
+            common.bf16 = common.memory_efficient_bf16 = True
+        with pytest.raises(ValueError, match="expected --fp16 or --bf16 with --quant-noise-pq"):
+            trainer.Trainer(SimpleNamespace(common=common, model=model), None, None, None)

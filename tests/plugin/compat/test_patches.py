@@ -24,12 +24,14 @@ from fairseq.data import (
     MonolingualDataset,
     data_utils,
 )
+from fairseq.dataclass import initialize
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.models import BaseFairseqModel
 from fairseq.modules import SinusoidalPositionalEmbedding
 from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.tasks.language_modeling import LanguageModelingTask
+from omegaconf import OmegaConf
 from probing import (
     Anything,
     dictionary,
@@ -241,6 +243,24 @@ def test_an_average_begins_at_a_checkpoint_that_has_none(tmp_path):
     assert trained.any()
     for average in (averaging.ema.model.state_dict(), averaging.ema.fp32_params):
         assert torch.equal(average["decoder.layers.0.fc1.weight"], trained)
+
+
+@pytest.mark.parametrize("given, source", [({}, 2000), ({"max_source_positions": 500}, 500)])
+def test_the_longest_source_of_a_task_is_the_models(given, source):
+    """From a YAML, as where flags set both; else longer ones would be left out of training."""
+    task = {"_name": "translation", "max_source_positions": 2000, "max_target_positions": 300}
+    for name in ("talkconv_plus", "talkconv"):
+        cfg = OmegaConf.create({"task": task, "model": {"_name": name, **given}})
+        initialize.add_defaults(cfg)
+        assert cfg.model.max_source_positions == source
+        assert cfg.model.max_target_positions == 300
+
+
+@pytest.mark.parametrize("parts", ["num_workers", "num_shards"])
+def test_a_context_is_of_the_block_before(parts):
+    """Each worker or shard would have contexts of its own blocks alone."""
+    with pytest.raises(ValueError, match="expected one of --num-workers and --num-shards with"):
+        LanguageModelingTask.eval_lm_dataloader(None, None, context_window=5, **{parts: 2})
 
 
 def test_a_fairseq_of_another_shape_is_refused():
