@@ -121,7 +121,7 @@ def steps_of(recipe, config, processes):
 
 
 def plan(args, has_data=True):
-    """Return ``(command, environment, folder, record)``. Without `has_data`, data is still made."""
+    """Return ``(command, environment, folder, record)``. Without `has_data`, there is none yet."""
     name, recipe = configs.read_config(args.name)
     config = configs.with_overrides(recipe, args.overrides)
     if args.overrides or not args.dry_run:
