@@ -90,7 +90,7 @@ def keep_last_norms_in_averages(original, self, state_dict, build_fp32_params=Fa
     Without it: fairseq averages all but these, takes the average for one of an old model without a
     norm after its last layer, and drops that norm at the first update, silently.
     """
-    versions = {k: v for k, v in self.model.state_dict().items() if k.endswith("version")}
+    versions = {k: v for k, v in self.model.named_buffers() if k.endswith("version")}
     return original(self, versions | state_dict, build_fp32_params)
 
 

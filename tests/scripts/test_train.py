@@ -391,8 +391,8 @@ def test_a_folder_of_another_config(folder, tmp_path, monkeypatch):
 def test_saving_more_often_is_still_the_recipe():
     name = "wmt16_en_de/talkconv"
     elsewhere = ["checkpoint.save_dir=/runs/a", "task.data=/data"]
-    saving = config.with_overrides(config.read_config(name)[1], [*SAVING, *elsewhere])
-    recipe = config.read_config(name)[1]
+    _, recipe = config.read_config(name)
+    saving = config.with_overrides(recipe, [*SAVING, *elsewhere])
     assert evaluate.other_settings(name, recipe, saving) == {}
 
 

@@ -7,7 +7,6 @@ from dataclasses import fields
 from pathlib import Path
 
 import yaml
-from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -81,6 +80,8 @@ def from_header(name, field):
 
 def hydra_value(value):
     """Return `value` for Hydra's command line, quoted where it needs to be and is not."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
     value = str(value)
     if re.fullmatch(r"""'.*'|".*"|\[.*\]|\{.*\}|[\w./:@%+-]*""", value, re.ASCII | re.DOTALL):
         return value
