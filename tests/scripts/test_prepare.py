@@ -270,12 +270,12 @@ def test_pieces_are_learnt_of_long_lines_of_both_sides(tmp_path):
 
 
 def test_a_token_of_letters_and_marks_may_be_a_piece(tmp_path):
-    pair = ("it &apos;s u.s. -lrb- 1990s", "l&apos; eau")
+    pair = ("it &apos;s u.s. -lrb- 1990s", "l&apos; Donaudampfschifffahrt")
     _, prep = tokenized("cnn_dm", tmp_path, train=[pair] * 99, test=[pair])
     prep.vocabulary = 90
     prepare_benchmark.write_pieces(prep)
     pieces = lines(prep.folder / "pieces.test.source") + lines(prep.folder / "pieces.test.target")
-    assert " ".join(pieces) == "▁it ▁&apos;s ▁u.s. ▁-lrb- ▁1990s ▁l&apos; ▁eau"
+    assert " ".join(pieces) == "▁it ▁&apos;s ▁u.s. ▁-lrb- ▁1990s ▁l&apos; ▁Donaudampfschifffahrt"
 
 
 # --- Stopping, going on, and running again ---

@@ -183,7 +183,6 @@ def write_pieces(prep):
         character_coverage=0.9995,  # rarer characters stay whole, if the dictionary has room
         # A token such as &apos;s, l&apos; or 1990s may be one piece, as with subword-nmt.
         split_by_unicode_script=False,
-        split_by_number=False,
         max_sentencepiece_length=100,
         input_sentence_size=benchmark.learn_from,
         shuffle_input_sentence=True,
