@@ -1,5 +1,5 @@
-// The CUDA kernels of the short convolution that may stand before the TaLK operator, forward and
-// backward, for every dtype:
+// The CUDA kernels of the short convolution that may stand before the TaLK operator, forward,
+// backward and step by step, for every dtype:
 //
 //     out[t] = weight[0] x[t - left] + ... + weight[taps - 1] x[t - left + taps - 1]
 //
@@ -18,9 +18,12 @@ struct ShortProblem {
     void* out;           // (T, B, C): out, or dx in the backward pass
     void* d_weight;      // (taps, C)
     double* sums;        // (runs, taps, C): what each run adds to d_weight
+    void* ring;          // (taps, columns, C) of a decoder, in what x is computed in
+    int* origin;         // (taps, B): the column of a slot of each sequence; null for its own
     int T, B, C;
     int taps, left;      // of which so many read earlier rows
     int rows;            // of a run
+    int steps, columns;  // of a decoder: the steps before these
 };
 
 struct Run {
@@ -100,6 +103,36 @@ template <typename X, int N> __device__ void short_backward(const ShortProblem& 
     }
 }
 
+// The next T outputs of a causal sequence, after p.steps others, whose last `taps` rows stand in a
+// ring. A thread takes N channels; of shared slots, see decoding.cuh.
+template <typename X, int N> __device__ void short_update(const ShortProblem& p) {
+    using F = typename Types<X>::Compute;
+    const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int packs = p.C / N, b = at / packs, c = at % packs * N;
+    if (b >= p.B) return;
+    const X* weight = static_cast<const X*>(p.weight) + c;
+    const auto slot_of = [&](int slot, int column) {
+        return static_cast<F*>(p.ring) + (static_cast<long long>(slot) * p.columns + column) * p.C
+            + c;
+    };
+    for (int s = 0; s < p.T; ++s) {
+        const int t = p.steps + s;
+        const long long step = (static_cast<long long>(s) * p.B + b) * p.C + c;
+        Pack<F, N> sum = {};
+        for (int k = max(p.taps - 1 - t, 0); k < p.taps - 1; ++k) {
+            const int slot = (t + 1 + k) % p.taps;  // of step t - (taps - 1) + k
+            const int column = p.origin ? p.origin[static_cast<long long>(slot) * p.B + b] : b;
+            multiply_add(sum, load<F, N>(slot_of(slot, column)),
+                         load<X, N>(weight + static_cast<long long>(k) * p.C));
+        }
+        const Pack<F, N> row = widened<F>(load<X, N>(static_cast<const X*>(p.x) + step));
+        multiply_add(sum, row, load<X, N>(weight + static_cast<long long>(p.taps - 1) * p.C));
+        *reinterpret_cast<Pack<F, N>*>(slot_of(t % p.taps, b)) = row;
+        if (p.origin && c == 0) p.origin[static_cast<long long>(t % p.taps) * p.B + b] = b;
+        store(static_cast<X*>(p.out) + step, sum, static_cast<F>(1));
+    }
+}
+
 // d_weight: a thread adds up one number of it over all runs, in their order.
 template <typename X> __device__ void short_weights(const ShortProblem& p) {
     const long long numbers = static_cast<long long>(p.taps) * p.C;
@@ -116,7 +149,8 @@ template <typename X> __device__ void short_weights(const ShortProblem& p) {
 // are aligned), and kernels for any C (`narrow`).
 #define SHORT_WIDTH(type, X, N)                                                                   \
     TALK_KERNEL(talk_short_forward, type, ShortProblem, 128, 1, (short_forward<X, N>(p)))         \
-    TALK_KERNEL(talk_short_backward, type, ShortProblem, 128, 1, (short_backward<X, N>(p)))
+    TALK_KERNEL(talk_short_backward, type, ShortProblem, 128, 1, (short_backward<X, N>(p)))       \
+    TALK_KERNEL(talk_short_update, type, ShortProblem, 128, 1, (short_update<X, N>(p)))
 #define SHORT_TYPE(type, X, N)                                                                    \
     SHORT_WIDTH(type##_wide, X, N)                                                                \
     SHORT_WIDTH(type##_narrow, X, 1)                                                              \

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from talk_fairseq.ops.short_conv import short_conv
-from talk_fairseq.ops.state import TaLKConvState
+from talk_fairseq.ops.short_conv import short_conv, short_conv_update
+from talk_fairseq.ops.state import ShortConvState, TaLKConvState
 from talk_fairseq.ops.talk_conv import talk_conv, talk_conv_update_unchecked
 
 
@@ -227,28 +227,14 @@ class ShortConv(nn.Module):
         """Continue a sequence: the outputs for the new steps `x` (S, B, C), and its state.
 
         Only for a causal one. `state` is None at the start and what the last call returned from
-        then on: the last K inputs (K, B, C), changed in place where no gradients are needed, where
-        the next one goes, and two copies of the weights of the first step, (2K, 1, C).
+        then on: the ShortConvState of the last K inputs, which is changed in place.
         """
         if self.right:
             raise ValueError(f"step: expected a causal module, got {self.right} taps to the right")
-        K = len(self.weight)
         if state is None:
-            weight = self.weight.float() if x.dtype.itemsize == 2 else self.weight
-            state = x.new_zeros(K, *x.shape[1:]), 0, torch.cat([weight, weight]).unsqueeze(1)
-        recent, slot, weights = state
-        outs = []
-        for new in x:
-            if torch.is_grad_enabled():
-                recent = recent.clone()
-            recent[slot] = new
-            # Tap k is for slot (slot + 1 + k) % K: a rotation of the weights, cut out of both.
-            turned = weights[K - 1 - slot : 2 * K - 1 - slot]
-            outs.append((recent * turned).sum(0, keepdim=True))
-            slot = (slot + 1) % K
-        dtype = torch.promote_types(x.dtype, self.weight.dtype)
-        out = outs[0] if len(outs) == 1 else torch.cat([x[:0], *outs])
-        return out.to(dtype), (recent, slot, weights)
+            dtype = torch.promote_types(x.dtype, self.weight.dtype)
+            state = ShortConvState(x.shape[1], x.shape[2], len(self.weight), dtype, x.device)
+        return short_conv_update(x, self.weight, state), state
 
 
 class TaLKConvUnit(_RetainsDropout):
@@ -347,9 +333,5 @@ class TaLKConvUnit(_RetainsDropout):
 
     def reorder_incremental_state(self, incremental_state, new_order):
         """Follow a beam search that keeps, drops or repeats rows of the batch."""
-        buffer = self._get_input_buffer(incremental_state)
-        if "state" in buffer:
-            buffer["state"].reorder(new_order)
-        if "short" in buffer:
-            recent, *others = buffer["short"]
-            buffer["short"] = recent.index_select(1, new_order), *others
+        for state in self._get_input_buffer(incremental_state).values():
+            state.reorder(new_order)

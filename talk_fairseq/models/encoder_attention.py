@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
 from torch import nn
 
+_STEPS = 31  # of decoding whose distances are computed ahead
+
 
 class EncoderAttention(MultiheadAttention):
     """fairseq's encoder-decoder attention, whose keys k neighbouring queries may share.
@@ -100,12 +102,16 @@ class EncoderAttention(MultiheadAttention):
         q = q.permute(1, 3, 0, 2, 4).reshape(N * H, T * k, R)
         scores = torch.bmm(q, keys.view(N * H, R, S)).view(N, H, T, k, S)
         if self.aligns:
-            distances = state["positions"]
-            if T > 1:
-                distances = distances - torch.arange(T, device=q.device).view(T, 1, 1)
-            # In float32, also of halves; in few launches, for which a step waits on a GPU.
-            scores = torch.addcmul(scores, self.slopes, distances.abs(), value=-1)
-            state["positions"] = state["positions"] - T
+            if state["distances"].shape[2] < T:
+                # Of further steps too: each launch costs a step time on a GPU.
+                last = T if incremental_state is None else T + _STEPS
+                steps = state["steps"] + torch.arange(last, device=q.device)
+                state["distances"] = (state["positions"] - steps.view(-1, 1, 1)).abs()
+            # In float32, also of halves.
+            distances = state["distances"][:, :, :T]
+            scores = torch.addcmul(scores, self.slopes, distances, value=-1)
+            state["distances"] = state["distances"][:, :, T:]
+            state["steps"] += T
         if padding is not None:
             scores = scores.masked_fill(padding[:, None, None, None], -math.inf)
         weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
@@ -119,7 +125,8 @@ class EncoderAttention(MultiheadAttention):
 
     def _encoder_state(self, key, value, key_padding_mask):
         """Return keys (N, H, R, S), which few queries read fastest so, values (N, H, S, R), padding
-        (N, S) or None, and if it aligns, positions (N, 1, 1, 1, S) relative to the next query's.
+        (N, S) or None; if it aligns, positions (N, 1, 1, 1, S), how many steps there were, and the
+        distances (N, 1, any, 1, S) of the next ones.
         """
         if self.copies:
             key, tokens = key.chunk(2, dim=-1)
@@ -137,6 +144,7 @@ class EncoderAttention(MultiheadAttention):
             keys = F.layer_norm(keys, [self.head_dim]) * self.sharpness
             real = key.new_ones(N, S, dtype=torch.bool) if padding is None else ~padding
             state["positions"] = (real.cumsum(1) - 1).float().view(N, 1, 1, 1, S)
+            state["distances"], state["steps"] = state["positions"][:, :, :0], 0
         return {"keys": (self.scaling * keys).permute(1, 2, 3, 0).contiguous(), **state}
 
 
@@ -175,7 +183,7 @@ def reorder(attentions, incremental_state, new_order):
     if not torch.equal(sentences, kept.repeat_interleave(k)):
         k, kept = 1, sentences
     for state in states:
-        for name in ("keys", "values", "padding", "positions"):
+        for name in ("keys", "values", "padding", "positions", "distances"):
             if state.get(name) is not None:
                 state[name] = state[name].index_select(0, kept)
         state["sentences"] = _sentences(len(kept), k, old.device)

@@ -75,19 +75,7 @@ def update(x, offset_left, sums, origin, steps, max_left):
 
     `sums` and `origin` are those of a TaLKConvState; the new steps are written into them.
     """
-    B = x.shape[1]
-    rows = _arithmetic(x)
-    out = torch.empty_like(rows, requires_grad=False)
-    rows, offsets, sums = _array(rows), _array(_arithmetic(offset_left)), _array(sums)
-    origin = _NO_ORIGIN if origin is None else origin.numpy()
-    arguments = rows, offsets, sums, origin, steps, max_left, out.numpy()
-    threads = min(torch.get_num_threads(), B) if x.numel() >= _SERIAL_STEPS else 1
-    if threads == 1:
-        _kernels().update(*arguments, 0, B)
-    else:
-        cuts = [B * index // threads for index in range(threads + 1)]
-        _share(lambda i: _kernels().update(*arguments, cuts[i], cuts[i + 1]), threads)
-    return out if out.dtype == x.dtype else out.to(x.dtype)
+    return _step(_kernels().update, x, offset_left, sums, origin, steps, max_left)
 
 
 def short_forward(x, weight, left):
@@ -104,6 +92,30 @@ def short_backward(dout, x, weight, left):
     dx, d_weight = _fresh_like(rows), torch.empty_like(taps)
     _over_channels(_kernels().short_backward, rows, taps, left, _arithmetic(dout), dx, d_weight)
     return dx.to(x.dtype), d_weight.to(weight.dtype)
+
+
+def short_update(x, weight, rows, origin, steps):
+    """Return the next outputs (S, B, C) of a causal short convolution, after `steps` others.
+
+    `rows` and `origin` are those of a ShortConvState; the new steps are written into them.
+    """
+    return _step(_kernels().short_update, x, weight, rows, origin, steps)
+
+
+def _step(kernel, x, other, rows, origin, *sizes):
+    """Call a `kernel` of decoding on groups of sequences, over torch's CPU threads."""
+    B = x.shape[1]
+    steps, other = _arithmetic(x), _array(_arithmetic(other))
+    out = torch.empty_like(steps, requires_grad=False)
+    origin = _NO_ORIGIN if origin is None else origin.numpy()
+    arguments = _array(steps), other, _array(rows), origin, *sizes, out.numpy()
+    threads = min(torch.get_num_threads(), B) if x.numel() >= _SERIAL_STEPS else 1
+    if threads == 1:
+        kernel(*arguments, 0, B)
+    else:
+        cuts = [B * index // threads for index in range(threads + 1)]
+        _share(lambda i: kernel(*arguments, cuts[i], cuts[i + 1]), threads)
+    return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
 def _over_channels(kernel, x, weight, left, *others):

@@ -253,6 +253,30 @@ def short_backward(x, weight, dout, dx, d_weight, left, lo, hi):
 
 
 @_jit
+def short_update(x, weight, rows, origin, steps, out, first, last):
+    """Sequences `first` to `last` - 1: each step adds a row to the ring, and sums over its taps."""
+    S, _, C = x.shape
+    K = weight.shape[0]
+    for b in range(first, last):
+        for s in range(S):
+            t = steps + s
+            rows[t % K, b] = x[s, b]
+            target = out[s, b]
+            begin = max(K - 1 - t, 0)
+            for k in range(begin, K):
+                slot = (t + 1 + k) % K  # of step t - (K - 1) + k
+                row, taps = rows[slot, _column(origin, slot, b) if k < K - 1 else b], weight[k]
+                if k == begin:
+                    for c in range(C):
+                        target[c] = taps[c] * row[c]
+                else:
+                    for c in range(C):
+                        target[c] += taps[c] * row[c]
+            if origin.size:
+                origin[t % K, b] = b
+
+
+@_jit
 def _split(u, rows):
     """Split a reach of `u` tokens into whole rows, at most `rows`, and a fraction of the next row.
 

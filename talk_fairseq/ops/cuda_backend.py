@@ -96,6 +96,16 @@ def short_backward_with(device, dout, x, weight, left):
     return dx, d_weight
 
 
+def short_update_with(device, x, weight, rows, origin, steps):
+    """Return its next outputs (S, B, C) in one launch, as `cpu_backend.short_update` does."""
+    out = _empty_like(x)
+    aligned = (x.data_ptr() | weight.data_ptr()) % 16 == 0
+    sizes = *x.shape, *rows.shape[:2]
+    launch = _pass(cuda_plan.plan_short_update, device, x.dtype, aligned, *sizes)
+    launch(x=x, weight=weight, ring=rows, origin=origin, steps=steps, out=out)
+    return out
+
+
 class _Pass:
     """A plan that is ready for calls of the same sizes: each fills in addresses, and launches.
 
@@ -172,6 +182,7 @@ backward = functools.partial(_on_device, backward_with)
 update = functools.partial(_on_device, update_with)
 short_forward = functools.partial(_on_device, short_forward_with)
 short_backward = functools.partial(_on_device, short_backward_with)
+short_update = functools.partial(_on_device, short_update_with)
 
 
 def _check_cupy():

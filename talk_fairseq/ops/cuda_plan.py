@@ -197,6 +197,14 @@ def plan_short_backward(dtype, aligned, shared_memory, T, B, C, taps, left):
     return Plan(numbers, workspace, launches, "short_conv.cu")
 
 
+def plan_short_update(dtype, aligned, shared_memory, S, B, C, taps, columns):
+    """Plan S steps of decoding of a short convolution."""
+    kernel, width = _kernel(_WIDTH, NAMES[dtype], C, aligned)
+    numbers = {"T": S, "B": B, "C": C, "taps": taps, "columns": columns}
+    launches = ((f"talk_short_update_{kernel}", (_ceil(B * C // width, 128), 1, 1), 128, 0),)
+    return Plan(numbers, {}, launches, "short_conv.cu")
+
+
 def _numbers(T, B, C, H, max_left, max_right, float32_offsets):
     return {
         "T": T, "B": B, "C": C, "H": H, "R": C // H, "max_left": max_left, "max_right": max_right,

@@ -6,6 +6,7 @@ import torch
 from torch._decomp import register_decomposition
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from talk_fairseq.ops import cpu_backend, cuda_backend
 
@@ -28,6 +29,23 @@ def backend_name(x):
             f"TALK_CONV_BACKEND: expected {device} or reference for x on {x.device}, got {forced!r}"
         )
     return forced
+
+
+def steps_are_plain(x, *others):
+    """Return whether a step of decoding is computed in plain PyTorch, whose state is a new tensor.
+
+    That is where TALK_CONV_BACKEND says so, where gradients of `x` or `others` are needed, and
+    where PyTorch transforms, compiles or traces the step.
+    """
+    return (
+        backend_name(x) == "reference"
+        or is_compiling()
+        or torch.jit.is_tracing()
+        or transforms_are_active()
+        or forward_ad._current_level >= 0
+        or torch.is_grad_enabled()
+        and any(tensor.requires_grad for tensor in (x, *others))
+    )
 
 
 def backend_of(x):

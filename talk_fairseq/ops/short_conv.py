@@ -2,7 +2,8 @@
 
 import torch
 
-from talk_fairseq.ops.dispatch import backend_name, register
+from talk_fairseq.ops.dispatch import backend_name, backend_of, register, steps_are_plain
+from talk_fairseq.ops.state import compute_dtype
 
 
 def short_conv(x, weight, left):
@@ -22,16 +23,63 @@ def short_conv(x, weight, left):
     Raises:
         ValueError: shapes or devices do not match, or `left` is not that of a tap.
     """
-    K, C = weight.shape
+    x, weight = _of_one_dtype(x, weight)
+    if not 0 <= left < len(weight):
+        raise ValueError(f"left: expected 0 to {len(weight) - 1}, got {left}")
+    function = short_conv_reference if backend_name(x) == "reference" else _short_forward
+    return function(x, weight, left)
+
+
+def short_conv_update(x, weight, state):
+    """Return the next outputs of a causal sequence: :func:`short_conv`, continued by `x`.
+
+    `state` is changed in place, or where gradients are needed, gets a new tensor.
+
+    Args:
+        x: (S, B, C), the next S time steps.
+        weight: (K, C), on the same device.
+        state: the ShortConvState of the steps so far, for the wider of the two dtypes.
+
+    Returns:
+        (S, B, C), as :func:`short_conv`.
+
+    Raises:
+        ValueError: as :func:`short_conv`; a `state` of other sequences, channels, taps, device or
+            dtype.
+
+    Equivalent to ``short_conv(xs, weight, K - 1)[-S:]`` with `xs` of all the steps so far.
+    """
+    x, weight = _of_one_dtype(x, weight)
+    state.check(x, compute_dtype(x.dtype))
+    S, K = len(x), len(weight)
+    if len(state.rows) != K:
+        raise ValueError(f"state: expected one for {K} taps, as of weight, got {len(state.rows)}")
+    plain = steps_are_plain(x, weight, state.rows)
+    if S > 1 or plain:
+        state.settle()  # see talk_conv_update_unchecked
+    rows, steps = state.rows, state.steps
+    if plain:
+        rows = torch.cat([rows.roll(-steps, 0), x])
+        out = sum(weight[k] * rows[k + 1 : k + 1 + S] for k in range(K)).to(x.dtype)
+        state.rows = rows[S:].roll(steps + S, 0)
+    elif x.numel() == 0:
+        out = torch.empty_like(x)
+    else:
+        x, weight = x.contiguous(), weight.contiguous()
+        out = backend_of(x).short_update(x, weight, rows, state.origin, steps)
+    state.advance(S)
+    return out
+
+
+def _of_one_dtype(x, weight):
+    """Return `x` and `weight` in the wider of their dtypes, or raise ValueError."""
+    C = weight.shape[1]
     if x.dim() != 3 or x.shape[2] != C:
         raise ValueError(f"x: expected shape (T, B, {C}) as of weight, got {tuple(x.shape)}")
     if x.device != weight.device:
         raise ValueError(f"x: expected device {weight.device} as of weight, got {x.device}")
-    if not 0 <= left < K:
-        raise ValueError(f"left: expected 0 to {K - 1}, got {left}")
     dtype = torch.promote_types(x.dtype, weight.dtype)
-    function = short_conv_reference if backend_name(x) == "reference" else _short_forward
-    return function(x.to(dtype), weight.to(dtype), left)
+    return x.to(dtype), weight.to(dtype)
 
 
 def short_conv_reference(x, weight, left):

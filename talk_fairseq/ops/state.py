@@ -1,6 +1,11 @@
-"""What the causal operator remembers between the steps of a decoder: see talk_conv_update."""
+"""What the causal operator and the short convolution remember between the steps of a decoder."""
 
 import torch
+
+
+def compute_dtype(dtype):
+    """Return in what an `x` of `dtype` is computed: float32 for halves, else the same."""
+    return torch.float32 if dtype.itemsize == 2 else dtype
 
 
 def sums_dtype(dtype, device):
@@ -8,7 +13,64 @@ def sums_dtype(dtype, device):
     return torch.float32 if dtype.itemsize == 2 or device.type == "mps" else torch.float64
 
 
-class TaLKConvState:
+class _Ring:
+    """A row of each sequence for each of the last L steps, overwritten in place and never copied.
+
+    Attributes:
+        rows: (L, columns, C).
+        origin: (L, B) int32, the column of `rows` that holds a slot of each sequence, or None for
+            its own. A beam search moves these numbers instead of rows.
+        steps: the number of steps so far; from 2 L on, a smaller number with the same slot.
+    """
+
+    __slots__ = ("rows", "origin", "steps", "B")
+
+    def __init__(self, rows):
+        self.rows, self.origin, self.steps, self.B = rows, None, 0, rows.shape[1]
+
+    def check(self, x, dtype):
+        """Raise ValueError unless `x` (S, B, C) continues these sequences, with rows of `dtype`."""
+        _, B, C = x.shape
+        rows, columns = self.rows, self.rows.shape[2]
+        if (self.B, columns) != (B, C):
+            raise ValueError(f"state: expected B, C = {B}, {C} as of x, got {self.B}, {columns}")
+        if rows.device != x.device:
+            raise ValueError(f"state: expected device {x.device} as of x, got {rows.device}")
+        if rows.dtype is not dtype:
+            raise ValueError(f"state: expected one for {x.dtype} as of x, got {rows.dtype}")
+
+    def reorder(self, new_order):
+        """Make sequence i what sequence ``new_order[i]`` was.
+
+        `new_order` is of any length: sequences may be dropped or repeated. A number that
+        names no sequence fails as in `torch.index_select`.
+        """
+        L, columns, _ = self.rows.shape
+        new_order = torch.as_tensor(new_order, device=self.rows.device)
+        origin = self.origin
+        if origin is None:
+            origin = torch.arange(self.B, dtype=torch.int32, device=self.rows.device).expand(L, -1)
+        self.origin = origin.index_select(1, new_order)
+        self.B = new_order.shape[0]
+        if self.B > columns:
+            self.settle()
+
+    def settle(self):
+        """Copy every row to its own column, where `reorder` has left it in another."""
+        if self.origin is not None:
+            columns = self.origin.long().unsqueeze(-1).expand(-1, -1, self.rows.shape[2])
+            self.rows = self.rows.gather(1, columns)
+            self.origin = None
+
+    def advance(self, S):
+        """Count S more steps."""
+        L = self.rows.shape[0]
+        self.steps += S
+        if self.steps >= 2 * L:
+            self.steps = L + self.steps % L
+
+
+class TaLKConvState(_Ring):
     """Hold what a causal TaLK convolution remembers of a batch of sequences while it decodes.
 
     A ring of L = `reach` + 3 rows of running sums, which start anew whenever the ring does: no sum
@@ -25,51 +87,24 @@ class TaLKConvState:
         reach: the longest window to come, in tokens: ``ceil(max_left * largest offset)``.
         dtype: x's; see `sums_dtype`.
         device: x's.
-
-    Attributes:
-        sums: (L, columns, C).
-        origin: (L, B) int32, the column of `sums` that holds a slot of each sequence, or None for
-            its own. A beam search moves these numbers instead of rows.
-        steps: the number of steps so far; from 2 L on, a smaller number with the same slot.
     """
 
-    __slots__ = ("sums", "origin", "steps", "B")
+    __slots__ = ()
 
     def __init__(self, B, C, reach, dtype=torch.float32, device="cpu"):
         if int(reach) != reach or reach < 0:
             raise ValueError(f"reach: expected a whole number of tokens >= 0, got {reach}")
         wide = sums_dtype(dtype, torch.device(device))
-        self.sums = torch.empty(int(reach) + 3, B, C, dtype=wide, device=device)
-        self.origin = None
-        self.steps = 0
-        self.B = B
+        super().__init__(torch.empty(int(reach) + 3, B, C, dtype=wide, device=device))
 
-    def reorder(self, new_order):
-        """Make sequence i what sequence ``new_order[i]`` was.
 
-        `new_order` is of any length: sequences may be dropped or repeated. A number that
-        names no sequence fails as in `torch.index_select`.
-        """
-        L, columns, C = self.sums.shape
-        new_order = torch.as_tensor(new_order, device=self.sums.device)
-        origin = self.origin
-        if origin is None:
-            origin = torch.arange(self.B, dtype=torch.int32, device=self.sums.device).expand(L, -1)
-        self.origin = origin.index_select(1, new_order)
-        self.B = new_order.shape[0]
-        if self.B > columns:
-            self.settle()
+class ShortConvState(_Ring):
+    """Hold the last K inputs of a causal short convolution of K taps; others as in TaLKConvState.
 
-    def settle(self):
-        """Copy every row to its own column, where `reorder` has left it in another."""
-        if self.origin is not None:
-            columns = self.origin.long().unsqueeze(-1).expand(-1, -1, self.sums.shape[2])
-            self.sums = self.sums.gather(1, columns)
-            self.origin = None
+    Before the first K steps, the rows of those that do not exist are 0.
+    """
 
-    def advance(self, S):
-        """Count S more steps."""
-        L = self.sums.shape[0]
-        self.steps += S
-        if self.steps >= 2 * L:
-            self.steps = L + self.steps % L
+    __slots__ = ()
+
+    def __init__(self, B, C, K, dtype=torch.float32, device="cpu"):
+        super().__init__(torch.zeros(K, B, C, dtype=compute_dtype(dtype), device=device))

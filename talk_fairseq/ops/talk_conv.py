@@ -2,10 +2,8 @@
 
 import numpy as np
 import torch
-from torch.autograd import forward_ad
-from torch.compiler import is_compiling
 
-from talk_fairseq.ops.dispatch import backend_name, backend_of, register, transforms_are_active
+from talk_fairseq.ops.dispatch import backend_name, backend_of, register, steps_are_plain
 from talk_fairseq.ops.reference import talk_conv_reference, talk_conv_update_reference
 from talk_fairseq.ops.state import TaLKConvState, sums_dtype
 
@@ -98,29 +96,14 @@ def talk_conv_update(x, offset_left, state, max_left):
 
 def talk_conv_update_unchecked(x, offset_left, state, max_left):
     """:func:`talk_conv_update` where `x` and `offset_left` are known to fit each other."""
-    S, B, C = x.shape
-    sums = state.sums
-    if (state.B, sums.shape[2]) != (B, C):
-        raise ValueError(f"state: expected B, C = {B}, {C} as of x, got {state.B}, {sums.shape[2]}")
-    if sums.device != x.device:
-        raise ValueError(f"state: expected device {x.device} as of x, got {sums.device}")
-    if sums.dtype is not sums_dtype(x.dtype, x.device):
-        raise ValueError(f"state: expected one for {x.dtype} as of x, got {sums.dtype}")
-    plain = (
-        backend_name(x) == "reference"
-        or is_compiling()
-        or torch.jit.is_tracing()
-        or transforms_are_active()
-        or forward_ad._current_level >= 0
-        or torch.is_grad_enabled()
-        and (x.requires_grad or offset_left.requires_grad or sums.requires_grad)
-    )
-    if S > 1 or plain:
+    state.check(x, sums_dtype(x.dtype, x.device))
+    plain = steps_are_plain(x, offset_left, state.rows)
+    if len(x) > 1 or plain:
         # A step of one sequence may overwrite what another still has to read in a later one.
         state.settle()
-    sums, steps = state.sums, state.steps
+    sums, steps = state.rows, state.steps
     if plain:
-        out, state.sums = talk_conv_update_reference(x, offset_left, sums, steps, max_left)
+        out, state.rows = talk_conv_update_reference(x, offset_left, sums, steps, max_left)
     elif x.numel() == 0:
         out = torch.empty_like(x)
     else:
@@ -128,7 +111,7 @@ def talk_conv_update_unchecked(x, offset_left, state, max_left):
             offset_left = offset_left.to(torch.float32 if x.dtype.itemsize == 2 else x.dtype)
         x, offset_left = x.contiguous(), offset_left.contiguous()
         out = backend_of(x).update(x, offset_left, sums, state.origin, steps, max_left)
-    state.advance(S)
+    state.advance(len(x))
     return out
 
 

@@ -1,4 +1,4 @@
-"""talk_conv_update and TaLKConvState: step by step the same as all at once, in constant memory."""
+"""talk_conv_update and short_conv_update: step by step as all at once, in constant memory."""
 
 import shutil
 
@@ -9,6 +9,8 @@ from test_kernels_on_host import Host
 import oracle
 from talk_fairseq import TaLKConvState, talk_conv, talk_conv_update
 from talk_fairseq.ops import cpu_backend, dispatch
+from talk_fairseq.ops.short_conv import short_conv_update
+from talk_fairseq.ops.state import ShortConvState
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -122,15 +124,53 @@ def test_follows_a_beam_search(backend, max_left, size):
         past = past[order]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [1, 40, [4, 0, 1, 17, 18]], ids=str)
+@pytest.mark.parametrize("K, C", [(1, 8), (2, 7), (8, 12), (11, 600)])
+def test_short_convolutions_equal_a_full_pass(backend, K, C, sizes, dtype):
+    x, weight = torch.randn(40, 2, C, dtype=dtype), torch.randn(K, C, dtype=dtype)
+    state = ShortConvState(2, C, K, dtype, backend)
+    steps, weights = x.to(backend).split(sizes), weight.to(backend)
+    out = torch.cat([short_conv_update(step, weights, state) for step in steps])
+    expected = oracle.short_conv(x, weight, x, K - 1)[0]
+    assert out.dtype == dtype and oracle.worst_error(out, expected) <= oracle.TOLERANCE[dtype]
+    assert state.rows.shape == (K, 2, C) and state.steps < 2 * K
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("K", [1, 2, 8])
+def test_short_convolutions_follow_a_beam_search(backend, K, size):
+    generator = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(60, 9, 8, generator=generator), torch.randn(K, 8, generator=generator)
+    state = ShortConvState(4, 8, K, device=backend)
+    past = torch.empty(4, 0, dtype=int)  # as above
+    for step in range(0, 60, size):
+        columns = torch.randint(9, (state.B,), generator=generator)
+        steps = torch.arange(step, step + size)[:, None]
+        past = torch.cat([past, columns[:, None].expand(-1, size)], dim=1)
+        out = short_conv_update(x[steps, columns].to(backend), weight.to(backend), state)
+        seen = x[torch.arange(step + size)[:, None], past.t()]
+        expected = oracle.short_conv(seen, weight, seen, K - 1)[0][-size:]
+        assert oracle.worst_error(out, expected) <= oracle.TOLERANCE[torch.float32]
+        order = torch.randint(state.B, ([4, 2, 4, 6][step // size % 4],), generator=generator)
+        state.reorder(order)
+        past = past[order]
+
+
 def test_a_beam_search_copies_no_rows():
     x, offset = example(50, 4, 2, 4)
-    state = TaLKConvState(4, 8, 5)
-    rows = state.sums.data_ptr()
+    state, short = TaLKConvState(4, 8, 5), ShortConvState(4, 8, 3)
+    rows, short_rows = state.rows.data_ptr(), short.rows.data_ptr()
     for step in zip(x.split(1), offset.split(1)):
         talk_conv_update(*step, state, 5)
-        state.reorder(torch.tensor([1, 0, 3, 3]))
-    assert state.sums.data_ptr() == rows and state.sums.shape == (8, 4, 8)
+        short_conv_update(step[0], torch.randn(3, 8), short)
+        for one in (state, short):
+            one.reorder(torch.tensor([1, 0, 3, 3]))
+    assert state.rows.data_ptr() == rows and state.rows.shape == (8, 4, 8)
     assert state.origin.shape == (8, 4) and state.steps < 16
+    assert short.rows.data_ptr() == short_rows and short.origin.shape == (3, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -156,7 +196,7 @@ def test_does_not_drift(dtype):
 
     early, late = error(slice(20, 220)), error(slice(19_800, 20_000))
     assert late <= 1.2 * early and late <= oracle.TOLERANCE[dtype]
-    assert state.sums.shape[0] == max_left + 3 and state.sums.abs().max() < 40
+    assert state.rows.shape[0] == max_left + 3 and state.rows.abs().max() < 40
 
 
 def test_infinities_are_forgotten(backend):
@@ -164,20 +204,24 @@ def test_infinities_are_forgotten(backend):
     x, offset = example(60, 1, 1, 2)
     x[7] = float("inf")
     out, state = decode(x, offset, 5, device=backend)
-    assert out[7 + 2 * state.sums.shape[0] :].isfinite().all()
+    assert out[7 + 2 * state.rows.shape[0] :].isfinite().all()
 
 
 @pytest.mark.parametrize("threads", [2, 7])
 def test_steps_are_shared_among_threads(monkeypatch, poisoned_memory, threads):
     monkeypatch.setattr(cpu_backend, "_SERIAL_STEPS", 0)
     x, offset = example(40, 5, 2, 4)
+    weight, short = torch.randn(3, 8), ShortConvState(5, 8, 3)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
         out, _ = decode(x, offset, 6, [4] + [1] * 36)
+        convolved = torch.cat([short_conv_update(step, weight, short) for step in x.split(1)])
     finally:
         torch.set_num_threads(before)
     check(out, x, offset, 6)
+    expected = oracle.short_conv(x, weight, x, 2)[0]
+    assert oracle.worst_error(convolved, expected) <= oracle.TOLERANCE[torch.float32]
 
 
 def test_gradients_reach_earlier_steps_alone():
@@ -245,6 +289,21 @@ def test_states_that_do_not_fit(arguments, message):
     x, offset = example(1, 2, 2, 4)
     with pytest.raises(ValueError, match=message):
         talk_conv_update(x, offset, TaLKConvState(*arguments), 5)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((3, 8, 3), "state: expected B, C = 2, 8 as of x, got 3, 8"),
+        ((2, 4, 3), "state: expected B, C = 2, 8 as of x, got 2, 4"),
+        ((2, 8, 5), "state: expected one for 3 taps, as of weight, got 5"),
+        ((2, 8, 3, torch.float64), "state: expected one for torch.float32 as of x"),
+        ((2, 8, 3, torch.float32, "meta"), "state: expected device cpu as of x, got meta"),
+    ],
+)
+def test_states_of_short_convolutions_that_do_not_fit(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        short_conv_update(torch.randn(1, 2, 8), torch.randn(3, 8), ShortConvState(*arguments))
 
 
 def test_bad_arguments():

@@ -96,6 +96,9 @@ class Host:
     def update(self, *arguments):
         return cuda_backend.update_with(self, *arguments)
 
+    def short_update(self, *arguments):
+        return cuda_backend.short_update_with(self, *arguments)
+
     def short_conv(self, x, weight, dout, left):
         out = cuda_backend.short_forward_with(self, x, weight, left)
         return out, *cuda_backend.short_backward_with(self, dout, x, weight, left)
@@ -477,6 +480,17 @@ def test_misaligned_steps_take_the_scalar_path():
     sums, host = torch.empty(6, 2, 8, dtype=torch.float64), Host()
     assert torch.allclose(host.update(x, offset, sums, None, 0, 3), x / 4)
     assert host.launched == ["talk_update_float32_narrow"]
+
+
+@pytest.mark.parametrize("which", range(2))  # x, weight
+def test_misaligned_steps_of_a_short_convolution_take_the_scalar_path(which):
+    tensors = [torch.randn(1, 2, 8), torch.randn(3, 8)]
+    memory = torch.empty(tensors[which].numel() + 1)
+    tensors[which] = memory[1:].view_as(tensors[which]).copy_(tensors[which])
+    host = Host()
+    out = host.short_update(*tensors, torch.full((3, 2, 8), math.nan), None, 0)
+    assert torch.allclose(out, tensors[0] * tensors[1][2])
+    assert host.launched == ["talk_short_update_float32_narrow"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -196,7 +196,7 @@ def test_steps_equal_a_full_pass(max_left, short_kernel, chunks, root):
     for part in x.split(chunks):
         outs.append(unit(part, incremental_state=state)[0])
         (buffer,) = state.values()
-        assert len(buffer["state"].sums) == max_left + 3
+        assert len(buffer["state"].rows) == max_left + 3
     assert torch.allclose(torch.cat(outs), expected, rtol=0, atol=1e-5)
 
 

@@ -88,7 +88,7 @@ def test_a_state_of_constant_size(unit):
         for part in rows(300).split(50):
             unit(part, incremental_state=state)
             past = state[unit._key]["state"]
-            sizes.append((past.windows.sums.shape, past.likeness.shape, past.sums.shape))
+            sizes.append((past.windows.rows.shape, past.likeness.shape, past.sums.shape))
     assert len(set(sizes)) == 1
 
 
