@@ -102,7 +102,7 @@ class TaLKConv(_RetainsDropout):
         if heads < 1 or channels < 1 or channels % heads:
             raise ValueError(f"heads: expected a divisor of channels = {channels}, got {heads}")
         for name, size in (("max_left", max_left), ("max_right", max_right)):
-            if int(size) != size or size < 0:
+            if not 0 <= size < math.inf or int(size) != size:
                 raise ValueError(f"{name}: expected a whole number of tokens >= 0, got {size}")
         _check_probability("offset_dropout", offset_dropout)
         if root_normalize and not normalize:

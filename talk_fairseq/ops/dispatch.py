@@ -31,11 +31,11 @@ def backend_name(x):
     return forced
 
 
-def steps_are_plain(x, *others):
+def steps_are_plain(x, other, rows):
     """Return whether a step of decoding is computed in plain PyTorch, whose state is a new tensor.
 
-    That is where TALK_CONV_BACKEND says so, where gradients of `x` or `others` are needed, and
-    where PyTorch transforms, compiles or traces the step.
+    That is where TALK_CONV_BACKEND says so, where gradients of `x`, of the `other` input or of the
+    state's `rows` are needed, and where PyTorch transforms, compiles or traces the step.
     """
     return (
         backend_name(x) == "reference"
@@ -43,8 +43,9 @@ def steps_are_plain(x, *others):
         or torch.jit.is_tracing()
         or transforms_are_active()
         or forward_ad._current_level >= 0
+        or rows.requires_grad  # also under no_grad: earlier steps may still need these rows
         or torch.is_grad_enabled()
-        and any(tensor.requires_grad for tensor in (x, *others))
+        and (x.requires_grad or other.requires_grad)
     )
 
 

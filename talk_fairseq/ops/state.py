@@ -1,5 +1,7 @@
 """What the causal operator and the short convolution remember between the steps of a decoder."""
 
+import math
+
 import torch
 
 
@@ -29,7 +31,10 @@ class _Ring:
         self.rows, self.origin, self.steps, self.B = rows, None, 0, rows.shape[1]
 
     def check(self, x, dtype):
-        """Raise ValueError unless `x` (S, B, C) continues these sequences, with rows of `dtype`."""
+        """Raise ValueError unless `x` (S, B, C) continues these sequences, with rows of `dtype`.
+
+        RuntimeError in the capture of a CUDA graph: each replay would repeat the captured step.
+        """
         _, B, C = x.shape
         rows, columns = self.rows, self.rows.shape[2]
         if (self.B, columns) != (B, C):
@@ -38,6 +43,8 @@ class _Ring:
             raise ValueError(f"state: expected device {x.device} as of x, got {rows.device}")
         if rows.dtype is not dtype:
             raise ValueError(f"state: expected one for {x.dtype} as of x, got {rows.dtype}")
+        if rows.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("state: expected no capture of a CUDA graph, which has fixed steps")
 
     def reorder(self, new_order):
         """Make sequence i what sequence ``new_order[i]`` was.
@@ -92,7 +99,7 @@ class TaLKConvState(_Ring):
     __slots__ = ()
 
     def __init__(self, B, C, reach, dtype=torch.float32, device="cpu"):
-        if int(reach) != reach or reach < 0:
+        if not 0 <= reach < math.inf or int(reach) != reach:
             raise ValueError(f"reach: expected a whole number of tokens >= 0, got {reach}")
         wide = sums_dtype(dtype, torch.device(device))
         super().__init__(torch.empty(int(reach) + 3, B, C, dtype=wide, device=device))

@@ -21,7 +21,7 @@ from test_operator import arguments, gradients
 
 import oracle
 from conftest import ROOT, alone
-from talk_fairseq import talk_conv
+from talk_fairseq import TaLKConvState, talk_conv, talk_conv_update
 
 pytestmark = pytest.mark.cuda
 
@@ -83,6 +83,15 @@ def test_graph_capture(window):
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(captured, step()))
+
+
+def test_graph_capture_of_a_step_of_decoding_is_refused():
+    x, offset = torch.randn(1, 2, 8, device="cuda"), torch.rand(1, 2, 2, device="cuda")
+    state = TaLKConvState(2, 8, 5, device="cuda")
+    talk_conv_update(x, offset, state, 5)
+    with pytest.raises(RuntimeError, match="state: expected no capture of a CUDA graph"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            talk_conv_update(x, offset, state, 5)
 
 
 CAPTURE = """

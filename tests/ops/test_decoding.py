@@ -237,6 +237,21 @@ def test_gradients_reach_earlier_steps_alone():
     assert torch.allclose(got, expected)
 
 
+def test_steps_without_gradients_between_steps_with_them():
+    """They overwrite nothing that a gradient of the steps before needs."""
+    x, offset = (tensor.double() for tensor in example(4, 2, 2, 3))
+    x, weight = x.requires_grad_(), torch.randn(2, 6, dtype=torch.float64)
+    state, short = TaLKConvState(2, 6, 1, torch.float64), ShortConvState(2, 6, 2, torch.float64)
+    outs, convolved = [], []
+    for t, step in enumerate(x.split(1)):
+        with torch.set_grad_enabled(t != 2):
+            outs.append(talk_conv_update(step, offset[t : t + 1], state, 1))
+            convolved.append(short_conv_update(step, weight, short))
+    for out in (outs[3], convolved[3]):
+        (gradient,) = torch.autograd.grad(out.sum(), x)
+        assert not gradient[:3].any() and gradient[3].all()
+
+
 @pytest.mark.parametrize("S", [1, 4])
 def test_gradients_where_they_are_needed(S):
     x, offset = (tensor.double().requires_grad_() for tensor in example(12, 2, 2, 3))
@@ -310,7 +325,7 @@ def test_bad_arguments():
     x, offset = example(1, 2, 2, 4)
     with pytest.raises(ValueError, match="offset_left: expected a number of heads that divides"):
         talk_conv_update(x, torch.rand(1, 2, 3), TaLKConvState(2, 8, 5), 5)
-    for reach in (-1, 3.5):
+    for reach in (-1, 3.5, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=f"reach: expected a whole number .*, got {reach}"):
             TaLKConvState(2, 8, reach)
     with pytest.raises(TypeError, match="state: expected a TaLKConvState, got NoneType"):

@@ -286,6 +286,7 @@ def test_units_of_one_decoder_keep_their_own_state():
         ((0, 2, 1), "heads: expected a divisor of channels = 0, got 2"),
         ((10, 2, -1), "max_left: expected a whole number of tokens >= 0, got -1"),
         ((10, 2, 1, 1.5), "max_right: expected a whole number of tokens >= 0, got 1.5"),
+        ((10, 2, float("inf")), "max_left: expected a whole number of tokens >= 0, got inf"),
         ((10, 2, 1, 1, 1.0), "offset_dropout: expected 0 <= p < 1, got 1.0"),
     ],
 )
