@@ -226,7 +226,7 @@ def evaluate(expression):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             sides = (getattr(side, "value", None) for side in (node.left, node.right))
             times = [abs(side) for side in sides if isinstance(side, (int, float))]
-            largest *= max(times, default=math.inf)
+            largest *= max(1, *times) if times else math.inf
     if largest > 10_000_000:
         raise refused
     return eval(compile(tree, "<option>", "eval"), {"__builtins__": {}})

@@ -129,11 +129,24 @@ def test_fairseq_trains_and_resumes_with_it(corpus, tmp_path):
 
 
 def test_states_are_float32_again_after_loading():
+    """PyTorch rounds them to the parameters' type when it loads them."""
     params = parameters(torch.bfloat16)
     optimizer = FusedAdam(params, **OPTIONS)
     train(optimizer, params, 3)
     following = FusedAdam(params, **OPTIONS)
     following.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    before = {
+        p: {n: optimizer.state[p][n].bfloat16().float() for n in ("exp_avg", "exp_avg_sq")}
+        for p in params
+    }
     train(following, params, 1)
     for p in params:
-        assert all(following.state[p][n].dtype == torch.float32 for n in ("exp_avg", "exp_avg_sq"))
+        beta1, beta2 = OPTIONS["betas"]
+        g = p.grad.float()
+        expected = {
+            "exp_avg": beta1 * before[p]["exp_avg"] + (1 - beta1) * g,
+            "exp_avg_sq": beta2 * before[p]["exp_avg_sq"] + (1 - beta2) * g * g,
+        }
+        for name in expected:
+            assert following.state[p][name].dtype == torch.float32
+            assert torch.allclose(following.state[p][name], expected[name], rtol=1e-5)

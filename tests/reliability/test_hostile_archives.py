@@ -131,6 +131,12 @@ def test_a_zip_stays_in_its_folder_and_is_whole(tmp_path):
         cut_off(MANY_ZIPPED, share)(path)
         assert refusal(lambda path: prepare_archives.unpack(path, names, tmp_path / "x"), path)
         assert not (tmp_path / "x").exists()
+    for field, value in ((8, 0x01), (8, 0x20), (10, 9)):  # encrypted, patched, Deflate64
+        MANY_ZIPPED(path)
+        content = bytearray(path.read_bytes())
+        content[content.index(b"PK\x01\x02") + field] = value
+        path.write_bytes(content)
+        assert refusal(lambda path: prepare_archives.unpack(path, names, tmp_path / "x"), path)
 
 
 def test_a_model_in_an_archive_stays_in_its_folder(tmp_path):

@@ -169,6 +169,7 @@ def test_the_options_of_fairseq_are_still_evaluated(figure):
     assert utils.eval_str_dict("{'a': None}") == {"a": None} and utils.eval_bool(None, 3) == 3
     bad = ["().__class__", "f()", "[x for x in (1,)]", "9 ** 9 ** 9", "[0] * 9999999 * 9999"]
     bad += ["(lambda: 0)()", "__import__('os')", "f'{1}'", "[0] * (9999999 + 9999999)", "1 +", ""]
+    bad += ["[0] * 0 + [0] * 99999999", "[[0] * 0.1, [0] * 99999999]"]
     bad += ["(" * 5000, "-" * 100_000 + "1", "1 if 1 else 2", "x", "(y := 3)", "[1][0]", "'%s' % 1"]
     refused = 0
     for text in bad:

@@ -138,6 +138,15 @@ def test_a_peer_that_fails_in_a_turn_is_dropped(benchmark, case, measured, monke
     assert results["copy"]["seconds"] == results["TaLK"]["seconds"] == 0.06
 
 
+def test_nothing_is_compared_with_what_failed_later(benchmark):
+    results = {name: {"turns": [1.0], "bytes": 8} for name in ("copy", "TaLK", "peer")}
+    benchmark.harness.summarise(results, "TaLK", {})
+    assert results["peer"]["speed_up"] == results["peer"]["of_a_copy"] == 1
+    results |= {"copy": {"error": "out of memory"}, "TaLK": {"error": "out of memory"}}
+    benchmark.harness.summarise(results, "TaLK", {})
+    assert not {"speed_up", "of_a_copy"} & {*results["peer"]}
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_graph_keeps_its_inputs(benchmark, case, monkeypatch, mode):
     """CUDA, played: a replay reads the addresses of the capture, which must still be its own."""

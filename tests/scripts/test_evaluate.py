@@ -368,6 +368,13 @@ def test_what_is_not_of_the_recipe(folder_of_a_run):
         "generation.lenpen": 2,
         "optimization.max_update": 5,
     }
+    shorter = config.with_overrides(recipe, ["task.max_source_positions=9"])
+    others = evaluate.other_settings(EN_DE, recipe, shorter, folder_of_a_run)
+    assert others == {"optimization.max_update": 5, "task.max_source_positions": 9}
+    trained.batch_tokens = 100
+    OmegaConf.save(trained, folder_of_a_run / "trained.yaml")
+    others = evaluate.other_settings(EN_DE, recipe, recipe, folder_of_a_run)
+    assert others == {"optimization.max_update": 5, "batch_tokens": 100}
     with pytest.raises(BadInput, match="expected a run of wmt16_en_de/fconv, got one of"):
         evaluate.other_settings("wmt16_en_de/fconv", recipe, recipe, folder_of_a_run)
 
@@ -377,12 +384,25 @@ def test_what_is_not_the_published_data():
         {"what": "lines of a", "found": 100, "published": [100, 90]},
         {"what": "pairs to train on", "found": 101, "published": [100]},
         {"what": "lines of b", "found": 50, "published": [100]},
+        {"what": "lines of c", "found": 99, "published": [100], "exact": False},
+        {"what": "lines of d", "found": 99, "published": [100], "exact": True},
+        {"what": "lines of e", "found": 100, "published": [100], "exact": True},
     ]
-    assert evaluate.other_data({"checks": checks}) == ["lines of b"]
+    assert evaluate.other_data({"checks": checks}) == ["lines of b", "lines of d"]
+
+
+def test_one_checkpoint_of_a_run_is_no_mean(verses, folder_of_a_run):
+    shutil.copy(folder_of_a_run / "checkpoint_best.pt", folder_of_a_run / "averaged.pt")
+    for name, changed in (("checkpoint3.pt", {"average": 1}), ("averaged.pt", {})):
+        row = evaluation(EN_DE, folder_of_a_run / name, "--data", verses)
+        assert row.average == 1 and row.changed == changed
 
 
 def test_data_of_ones_own_needs_no_script(tmp_path):
     with pytest.raises(BadInput, match="expected prepared.json, see docs/recipes.md, in .*, got"):
+        evaluate.read_prepared("billion_word/talkconv", tmp_path)
+    (tmp_path / "prepared.json").write_text('{"benchmark": "billion_word"}')
+    with pytest.raises(BadInput, match="--data: expected checks in .*prepared.json, got none"):
         evaluate.read_prepared("billion_word/talkconv", tmp_path)
 
 
@@ -436,6 +456,14 @@ def test_tuning_looks_for_the_lowest_perplexity(monkeypatch, lm_verses, folder_o
     assert settings == {"average": 3} and len(trials) == 4
 
 
+def test_nothing_to_choose_from(lm_verses, folder_of_a_run):
+    for checkpoints in (folder_of_a_run / "checkpoint3.pt", folder_of_a_run.with_name("none")):
+        checkpoints.is_file() or checkpoints.mkdir()
+        row = evaluation("wikitext103/talkconv", checkpoints, "--data", lm_verses)
+        with pytest.raises(BadInput, match="--tune: expected several checkpoints to choose from"):
+            evaluate.candidates_of(row)
+
+
 def test_of_equal_scores_the_recipes_stays(monkeypatch, verses, folder_of_a_run):
     row = evaluation(
         EN_DE, folder_of_a_run, "--data", verses, "checkpoint.keep_last_epochs=3", *SPANISH
@@ -483,7 +511,7 @@ def test_missing_files_are_named(capfd, verses, trained, tmp_path):
 def test_results_that_are_no_list_are_left_alone(tmp_path):
     path = tmp_path / "row.json"
     path.write_text('{"by": "hand"}')
-    with pytest.raises(ValueError, match="--results: expected a JSON list"):
+    with pytest.raises(BadInput, match="--results: expected a JSON list"):
         evaluate.append_result(path, {})
     assert path.read_text() == '{"by": "hand"}'
     path.unlink()

@@ -138,7 +138,7 @@ def test_bad_input_is_one_line_before_anything_is_made(tmp_path):
     assert "arguments are required: NAME" in refusal(*here)
     assert "a config such as iwslt14" in refusal("iwslt14_de_en/talkcon", *here)
     name = "iwslt14_de_en/talkconv"
-    assert refusal(name, *here).startswith("reproduce.sh: --data: expected what scripts/prepare_")
+    assert "expected prepared.json, see scripts/prepare_iwslt" in refusal(name, *here)
     assert refusal(name, *here, "--data") == ("reproduce.sh: --data: expected a value (see --help)")
     assert refusal(name, *here, "--dta", "x") == (
         "reproduce.sh: unrecognized arguments: --dta x (see --help)"
@@ -148,6 +148,14 @@ def test_bad_input_is_one_line_before_anything_is_made(tmp_path):
     assert "expected GROUP.KEY=VALUE, got 'twice'" in refusal(name, "twice", *here)
     averaged = ("iwslt14_de_en/talkconv_ema", "--average", 5, "--data", "x")
     assert "--average: expected 1 of a row with a moving" in refusal(*averaged, *here)
+    averaged = ("iwslt14_de_en/talkconv_ema", "--data", "x", "checkpoint.keep_last_epochs=10")
+    assert "--average: expected 1 of a row with a moving" in refusal(*averaged, *here)
+    kept = (name, "--average", 11, "--data", "x", *here)
+    assert "--average: expected at most 10, which are kept, got 11" in refusal(*kept)
+    results = tmp_path.parent / f"{tmp_path.name}.json"
+    results.write_text("{}")
+    refused = refusal(name, "--data", "x", *here, "--results", results)
+    assert "--results: expected a JSON list" in refused
     devices = (name, "--devices", 99, "--data", "x")
     assert "--devices: expected at most the" in refusal(*devices, *here)
     assert "no scripts/prepare_wmt17_zh_en.sh" in refusal("wmt17_zh_en/talkconv", "--data", "x")

@@ -84,6 +84,21 @@ def test_devices_that_cannot_share_the_batch():
 
 
 @pytest.mark.parametrize(
+    "name, arguments, tokens",
+    [
+        ("wmt16_en_de/talkconv", "--devices 3 optimization.update_freq=[5]", 3 * 5 * 3584),
+        ("wmt16_en_de/talkconv", "--devices 1 optimization.update_freq=[16]", 16 * 3584),
+        ("wmt16_en_de/talkconv", "--devices 8 optimization.update_freq=[16]", None),
+        ("wmt16_en_de/talkconv", "--devices 8 dataset.max_tokens=1792", None),
+        ("iwslt14_de_en/talkconv", "--devices 8 optimization.update_freq=[1]", 8 * 4000),
+    ],
+)
+def test_another_batch_is_not_the_recipe(name, arguments, tokens):
+    *_, trained = train.plan(train.parse([name, *arguments.split(), "--dry-run"]))
+    assert trained.get("batch_tokens") == tokens
+
+
+@pytest.mark.parametrize(
     "name, found, used",
     [
         ("iwslt14_de_en/talkconv", 8, 1),
@@ -380,6 +395,10 @@ def test_a_folder_of_another_config(folder, tmp_path, monkeypatch):
     train.plan(train.parse([name, *start, "model.dropout=0.2"]))
     longer = ["model.dropout=0.2", "optimization.max_update=9", "dataset.max_tokens=2000"]
     train.plan(train.parse([name, *start, *longer, *SAVING]))
+    batch = ["model.dropout=0.2", "optimization.update_freq=[7]"]
+    train.main([name, *start, *batch])
+    *_, trained = train.plan(train.parse([name, *start, "model.dropout=0.2"]))
+    assert trained.batch_tokens == 7 * 4000  # which a session has had
     assert "model.dropout 0.2, not 0.3" in refused(name, *start, dry_run=False)
     other = refused("iwslt14_de_en/talkconv_wide", *start, dry_run=False)
     assert "choose another folder" in other

@@ -70,6 +70,8 @@ def summarise(results, ours, amounts):
     """
     our_turns, copy = results.get(ours, {}).get("turns"), results.get("copy", {})
     for row in results.values():
+        for key in ("speed_up", "of_a_copy"):
+            row.pop(key, None)  # of a row that may have failed since
         if "turns" in row:
             row["seconds"] = statistics.median(row["turns"])
             for name, amount in amounts.items():
@@ -161,7 +163,7 @@ class Report:
             raise SystemExit(f"--output: expected a path to write to, got {error}") from None
 
     def measure(self, cell, names, prepare, amounts, enough=math.inf):
-        """Measure in turn what `prepare` gives, print the table, and return the steps.
+        """Measure in turn what `prepare` gives, print the table, and return the steps that ran.
 
         Args:
             cell: what the results are of; they are added to it, {name: row}. A row has the "turns"
@@ -201,7 +203,7 @@ class Report:
         finally:
             show_progress()
             print(f"\n{words}", table(results), sep="\n", flush=True)
-        return steps
+        return {name: step for name, step in steps.items() if "error" not in results[name]}
 
     def save(self):
         """Write the JSON, whole."""

@@ -2,6 +2,7 @@
 
 import filecmp
 import gzip
+import lzma
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ URL = re.compile(r"(https?|ftp|file)://", re.IGNORECASE)
 SUFFIXES = (".tgz", ".tar", ".zip")  # also with .gz
 # What reading a damaged archive raises.
 DAMAGED = (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError)
+DAMAGED += (lzma.LZMAError, RuntimeError)  # the last of what zipfile cannot unpack
 
 
 def download(url, folder):
@@ -88,8 +90,8 @@ def gather(wanted, locations, archives, folder):
 def unpack(archive, names, folder):
     """Unpack files of an archive by their base names into the new `folder`, whole or not at all.
 
-    Raises ValueError for what is no archive or not all of one, and for a file that would not be
-    inside `folder`.
+    Raises ValueError for what is no archive or not all of one, and for a file of a tar that would
+    not be inside `folder`; one of a zip gets a name inside.
     """
 
     def is_wanted(path):

@@ -66,7 +66,8 @@ class Preparation:
         Raises ValueError where it is another, unless the data is meant to be other. A number that
         is not `exact` may differ by one in fifty, and more is a warning.
         """
-        self.prepared["checks"].append({"what": what, "found": found, "published": published})
+        values = {"what": what, "found": found, "published": published, "exact": exact}
+        self.prepared["checks"].append(values)
         margin = 0 if exact else 1 / 50
         if any(abs(found - number) <= number * margin for number in published):
             return

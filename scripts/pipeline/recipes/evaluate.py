@@ -128,12 +128,17 @@ def parse(arguments):
     return parser.parse_intermixed_args(arguments)
 
 
-def append_result(path, result):
-    """Add an entry to the JSON list in `path`. Raises ValueError if there is something else."""
+def read_results(path):
+    """Return the list of results in a JSON. Raises BadInput if there is something else."""
     results = read_json(path, [])
     if not isinstance(results, list):
-        raise ValueError(f"--results: expected a JSON list in {path}, got something else")
-    write_json(path, [*results, result])
+        raise BadInput(f"--results: expected a JSON list in {path}, got something else")
+    return results
+
+
+def append_result(path, result):
+    """Add an entry to the JSON list in `path`. Raises BadInput if there is something else."""
+    write_json(path, [*read_results(path), result])
 
 
 def read_prepared(name, data):
@@ -144,18 +149,21 @@ def read_prepared(name, data):
         named = f"scripts/prepare_{benchmark}.sh" if benchmark in BENCHMARKS else "docs/recipes.md"
         raise BadInput(f"--data: expected prepared.json, see {named}, in {data}, got none")
     prepared = read_json(path)
+    if missing := {"benchmark", "lines", "checks", "source_lang", "target_lang"} - {*prepared}:
+        raise BadInput(f"--data: expected {sorted(missing)[0]} in {path}, got none")
     if prepared["benchmark"] != benchmark:
         raise BadInput(f"--data: expected {benchmark} in {data}, got {prepared['benchmark']}")
     return prepared
 
 
 def other_data(prepared):
-    """Return which numbers of the data are not the published ones, even roughly."""
-    return [
-        check["what"]
-        for check in prepared["checks"]
-        if not any(abs(check["found"] - number) <= number / 50 for number in check["published"])
-    ]
+    """Return which numbers of the data are not the published ones."""
+    others = []
+    for check in prepared["checks"]:
+        margin = 0 if check.get("exact") else 1 / 50
+        if not any(abs(check["found"] - each) <= margin * each for each in check["published"]):
+            others.append(check["what"])
+    return others
 
 
 def other_settings(name, recipe, config, folder=None):
@@ -163,16 +171,19 @@ def other_settings(name, recipe, config, folder=None):
 
     Raises BadInput if it is the run of another recipe than `name`.
     """
+    others = configs.differences(recipe, config)
     record = folder and folder / "trained.yaml"
     if record and record.exists():
         trained = OmegaConf.to_container(OmegaConf.load(record))
         of_run = trained.pop("name", name)
         if of_run != name:
             raise BadInput(f"CHECKPOINTS: expected a run of {name}, got one of {of_run}")
-        # Training sets what is learnt, and evaluation what is generated.
+        # Training sets what is learnt, evaluation what is generated, and both set a task.
         of_evaluation = OmegaConf.masked_copy(config, ["generation", "eval_lm"])
-        config = OmegaConf.create(trained | OmegaConf.to_container(of_evaluation))
-    return {key: value for key, (_, value) in configs.differences(recipe, config).items()}
+        of_both = OmegaConf.create(trained | OmegaConf.to_container(of_evaluation))
+        tasks = {key: pair for key, pair in others.items() if key.startswith("task.")}
+        others = configs.differences(recipe, of_both) | tasks
+    return {key: value for key, (_, value) in others.items()}
 
 
 def recipe_average(config):
@@ -210,9 +221,13 @@ class Evaluation:
         self.output = Path(args.output).absolute() if args.output else folder / "evaluation"
         self.on_cpu = args.cpu or not torch.cuda.is_available()
         self.reported = REPORTED.get(self.benchmark, "tokenised_bleu")
-        self.average = recipe_average(self.config)[0] if self.is_run else 1
-        if args.average and args.average != self.average:
-            self.average = self.changed["average"] = args.average
+        self.average = of_recipe = recipe_average(self.config)[0]
+        if not self.is_run:  # a mean, maybe, unless it has a name that training gives
+            one = re.fullmatch(r"checkpoint(_best|_last|\d+|_\d+_\d+)\.pt", self.checkpoints.name)
+            self.average, of_recipe = 1, of_recipe if one else 1
+        self.average = args.average or self.average
+        if self.average != of_recipe:
+            self.changed["average"] = self.average
         self._ready = None  # (average, the file of it)
 
     def paths(self, average):
@@ -345,9 +360,10 @@ def candidates_of(evaluation):
         values["generation.lenpen"] = [generation.lenpen, *LENPENS]
     if evaluation.benchmark == "cnn_dm":
         values["generation.max_len_b"] = [generation.max_len_b, *LENGTHS]
-    if not values:
+    values = {key: list(dict.fromkeys(some)) for key, some in values.items()}
+    if not any(len(some) > 1 for some in values.values()):
         raise BadInput("--tune: expected several checkpoints to choose from, got one")
-    return {key: list(dict.fromkeys(some)) for key, some in values.items()}
+    return values
 
 
 def tune(evaluation, settings, candidates):

@@ -53,6 +53,8 @@ def steps_of(args):
     which devices. Raises BadInput for what a step would refuse, so that it is refused before hours
     of preparing.
     """
+    from pipeline.recipes import evaluate  # with fairseq
+
     name = find_config(args.name)[0]
     benchmark = name.partition("/")[0]
     script = f"prepare_{benchmark}"
@@ -69,9 +71,13 @@ def steps_of(args):
 
     run = ["--save-dir", str(save_dir), *where, *trained, *words({"dry-run": args.dry_run})]
     *_, config = train.plan(train.parse([args.name, *run]), has_data=False)
-    check_average(config, args.average or 1)
-    if not prepare and not (data_bin / "prepared.json").exists():
-        raise BadInput(f"--data: expected what scripts/{script}.sh prepares, got none")
+    kept = evaluate.recipe_average(config)[0]
+    check_average(config, args.average or kept)
+    if kept > 1 and (args.average or kept) > kept:
+        raise BadInput(f"--average: expected at most {kept}, which are kept, got {args.average}")
+    evaluate.read_results(results)
+    if not prepare:
+        evaluate.read_prepared(name, data_bin)
     if prepare and benchmark not in BENCHMARKS:
         raise BadInput(f"--data: expected none, as there is no scripts/{script}.sh; see --data-bin")
     train_words = [args.name, "--data", data_bin, "--save-dir", save_dir, *trained]

@@ -22,6 +22,7 @@ of an update is the recipe's on any number of devices. Run it again to resume.
 
 # What may change when a run goes on.
 MAY_CHANGE = configs.HARMLESS | {
+    "batch_tokens",
     "checkpoint.keep_last_epochs",
     "optimization.max_epoch",
     "optimization.max_update",
@@ -49,10 +50,16 @@ def parse(arguments):
 
 
 def check_folder(save_dir, trained):
-    """Raise BadInput if `save_dir` holds the run of another config than `trained`."""
+    """Raise BadInput if `save_dir` holds the run of another config than `trained`.
+
+    The other batch of a session before stays in the record.
+    """
     record = save_dir / "trained.yaml"
     if record.exists():
-        others = configs.differences(OmegaConf.load(record), trained, MAY_CHANGE)
+        before = OmegaConf.load(record)
+        others = configs.differences(before, trained, MAY_CHANGE)
+        if "batch_tokens" in before:
+            trained.batch_tokens = before.batch_tokens
         for key, (before, here) in others.items():
             raise BadInput(
                 f"--save-dir: expected a run of the same config in {save_dir}, got one with "
@@ -120,6 +127,15 @@ def steps_of(recipe, config, processes):
     return None if rest else steps
 
 
+def other_batch(args, recipe, config, processes):
+    """Return ``{"batch_tokens": N}`` of what a caller sets, unless it is the recipe's batch."""
+    if not sets_steps(args) or not OmegaConf.select(recipe, "dataset.max_tokens"):
+        return {}
+    tokens = OmegaConf.select(config, "dataset.max_tokens") or 0
+    batch = tokens * (config.optimization.update_freq or [1])[0] * processes
+    return {} if batch == whole_batch(recipe) else {"batch_tokens": batch}
+
+
 def plan(args, has_data=True):
     """Return ``(command, environment, folder, record)``. Without `has_data`, there is none yet."""
     name, recipe = configs.read_config(args.name)
@@ -141,7 +157,8 @@ def plan(args, has_data=True):
     if on_cpu and precision == "fp16":
         raise BadInput("--precision: expected fp32 or bf16 on the CPU, got fp16")
     halves = {f"common.{half}": precision == half for half in ("fp16", "bf16")} if precision else {}
-    trained = OmegaConf.merge({"name": name}, config)
+    batch = other_batch(args, recipe, config, processes)
+    trained = OmegaConf.merge({"name": name, **batch}, config)
     for key, half in halves.items():
         if half != bool(OmegaConf.select(config, key)):  # no numbers of the recipe
             OmegaConf.update(trained, key, half)

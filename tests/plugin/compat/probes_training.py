@@ -11,14 +11,14 @@ pytest.importorskip("fairseq")
 
 
 import torch
-from fairseq import models, options, trainer
+from fairseq import models, options
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.dataclass.configs import EMAConfig
 from fairseq.distributed import utils as distributed_utils
 from fairseq.models import distributed_fairseq_model
 from fairseq.models.ema.ema import EMA
 from fairseq.modules import LayerDropModuleList
-from probing import breaks, dictionary, tiny_transformer
+from probing import breaks, dictionary, tiny_transformer, trainer_of
 
 
 @breaks("AssertionError: tpu")
@@ -28,11 +28,10 @@ def the_bf16_flag_does_not_ask_for_a_tpu(tmp_path):
     assert args.bf16 and not args.tpu, "tpu"
 
 
-@breaks("AttributeError")  # as deep as a Trainer without a model comes
+@breaks("Torch not compiled with CUDA enabled|NVIDIA")
 def fp16_on_a_cpu_is_refused(tmp_path):
-    common = SimpleNamespace(fp16=True, memory_efficient_fp16=False, cpu=True, tpu=False)
     with pytest.raises(ValueError, match="expected a GPU for --fp16, got a CPU"):
-        trainer.Trainer(SimpleNamespace(common=common), None, None, None)
+        trainer_of("--fp16").optimizer  # noqa: B018 (which is made when it is read)
 
 
 @breaks("AdaptiveLoss is not compatible")
@@ -169,13 +168,15 @@ def averages_of_shared_embeddings_are_taken_once(tmp_path):
             assert torch.allclose(value, start[name] / 2), "averaged again"
 
 
-@breaks("AttributeError")  # as deep as a Trainer without a model comes
+@breaks("AssertionError: the noise stayed")
 def noise_that_would_stay_is_refused(tmp_path):
-    halves = ("fp16", "bf16", "memory_efficient_fp16", "memory_efficient_bf16")
-    common = SimpleNamespace(**dict.fromkeys(halves, False), cpu=True, tpu=False, amp=False)
-    model = SimpleNamespace(quant_noise_pq=0.1)
-    for flag in (None, "memory_efficient_bf16"):
-        if flag:
-            common.bf16 = common.memory_efficient_bf16 = True
-        with pytest.raises(ValueError, match="expected --fp16 or --bf16 with --quant-noise-pq"):
-            trainer.Trainer(SimpleNamespace(common=common, model=model), None, None, None)
+    for flags in ([], ["--memory-efficient-bf16"]):
+        try:
+            model = trainer_of("--quant-noise-pq=0.5", *flags).model.train()
+        except ValueError as error:
+            assert "expected --fp16 or --bf16 with --quant-noise-pq" in str(error)
+            continue
+        before = [parameter.clone() for parameter in model.parameters()]
+        tokens = torch.full((2, 3), 5)
+        model(tokens, torch.tensor([3, 3]), tokens)
+        assert all(map(torch.equal, before, model.parameters())), "the noise stayed"

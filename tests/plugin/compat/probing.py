@@ -10,10 +10,12 @@ pytest.importorskip("fairseq")
 
 import numpy as np
 import torch
-from fairseq.data import (
-    Dictionary,
-)
+from fairseq import options
+from fairseq.data import Dictionary
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.transformer import TransformerModel
+from fairseq.tasks.translation import TranslationTask
+from fairseq.trainer import Trainer
 
 PROBES = {}  # {name: (probe, pattern of its error without the patch)}
 WITHOUT_ERROR = set()  # probes that need no patch with this NumPy
@@ -61,6 +63,18 @@ def tiny_transformer(**options_of_model):
     task = SimpleNamespace(source_dictionary=words, target_dictionary=words)
     torch.manual_seed(0)
     return TransformerModel.build_model(args, task).eval()
+
+
+def trainer_of(*flags):
+    """fairseq's Trainer of a tiny Transformer on the CPU."""
+    small = [f"--{side}-{what}=8" for side in ("encoder", "decoder")
+             for what in ("embed-dim", "ffn-embed-dim")]  # fmt: skip
+    words = ["data", "--arch=transformer", "--cpu", "--optimizer=adam", "--lr=0.1", *small, *flags]
+    args = options.parse_args_and_arch(options.get_training_parser(), words)
+    cfg = convert_namespace_to_omegaconf(args)
+    task = TranslationTask(cfg.task, dictionary(), dictionary())
+    torch.manual_seed(0)
+    return Trainer(cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion))
 
 
 def quiet_environment():
