@@ -3,7 +3,7 @@
 # nothing: the Python is $PYTHON, or that of .venv, or python3.
 set -euo pipefail
 
-scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+scripts=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-$scripts/../.venv/bin/python}
-command -v "$python" >/dev/null || python=python3
+[[ -n "${PYTHON-}" ]] || command -v "$python" >/dev/null || python=python3
 PYTHONPATH=$scripts/..${PYTHONPATH:+:$PYTHONPATH} exec "$python" "$scripts/run.py" benchmarks.gpu_report "$@"

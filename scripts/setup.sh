@@ -14,7 +14,8 @@ usage: scripts/setup.sh [operator] [cuda12|cuda13]
 The Python is $PYTHON, or the first of python3.11, python3.12, python3.13, python3 that is 3.11 to
 3.13, on the PATH or under pyenv. With 3.13, and on machines other than Linux on x86-64, fairseq is
 compiled, which takes a C++ compiler and some 4 minutes. A .venv that this script did not make, or
-that has another Python, stays as it is, and is an error.
+that has another Python, stays as it is, and is an error. One that was moved, or whose Python is
+gone, is made again.
 USAGE
 }
 
@@ -23,7 +24,8 @@ fail() {
     exit 1
 }
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.."
+root=$(pwd -P)
 
 fairseq=fairseq, cuda='' pythons=(python3.11 python3.12 python3.13 python3) range='3.11 to 3.13'
 for argument in "$@"; do
@@ -44,7 +46,12 @@ finish() { # the script's arguments
 version = (torch.version.cuda or "").split(".")[0]
 print("cuda" + version if torch.cuda.is_available() and version in ("12", "13") else "")')
     fi
-    [[ -z "$for_gpu" ]] || exec scripts/setup.sh "$@" "$for_gpu"
+    [[ -n "$for_gpu" ]] || exit 0
+    exec 9>&- # which the next call locks
+    scripts/setup.sh "$@" "$for_gpu" || {
+        printf '%s\n' "$wanted" >"$stamp"
+        echo "setup.sh: could not install CuPy for $for_gpu: the operator has no kernels for GPUs" >&2
+    }
     exit 0
 }
 
@@ -71,7 +78,10 @@ find_python() {
 }
 
 # One at a time: a second one waits, and finds the work of the first done.
-! command -v flock >/dev/null || { exec 9<scripts/setup.sh && flock 9; }
+if command -v flock >/dev/null; then
+    { exec 9<>scripts/setup.sh; } 2>/dev/null || exec 9<scripts/setup.sh # NFS locks what is written
+    flock 9 || echo "setup.sh: this file system has no locks: run one command at a time" >&2
+fi
 
 # What was installed, from what: the same answer again means that there is nothing to do. It stands
 # there, without an answer, from the moment that .venv is made.
@@ -81,6 +91,14 @@ if [[ -e .venv && ! -f "$stamp" ]]; then
     fail "expected a .venv that scripts/setup.sh made, got another; $instead"
 fi
 version=$(version_of .venv/bin/python)
+if [[ -f "$stamp" ]]; then
+    there=$(sed -n 2p "$stamp")
+    if [[ "${there:-$root }" != "$root "* ]]; then # programs in it name the folder that it was in
+        version=none
+    elif [[ "$(head -1 "$stamp")" == unfinished* ]] && ! .venv/bin/python -m pip --version; then
+        version=none
+    fi >/dev/null 2>&1
+fi
 python=.venv/bin/python
 [[ "$version" != none && -z "${PYTHON-}" ]] || python=$(find_python)
 expected=$(version_of "$python")
@@ -93,8 +111,8 @@ if [[ -z "$cuda" && -f "$stamp" ]]; then # keep a CuPy that an earlier call aske
 fi
 extras=${fairseq}test$cuda
 wanted="$extras
-$PWD $(cat setup.cfg pyproject.toml constraints.txt scripts/fairseq.txt scripts/setup.sh | cksum)"
-[[ ! -f "$stamp" || "$(cat "$stamp")" != "$wanted" ]] || finish "$@"
+$root $(cat setup.cfg pyproject.toml constraints.txt scripts/fairseq.txt scripts/setup.sh | cksum)"
+[[ "$version" == none || "$(cat "$stamp")" != "$wanted" ]] || finish "$@"
 
 plan="Python $expected: the operator${fairseq:+ and the plugin for fairseq} in 1 to 5 minutes"
 if [[ -n "$fairseq" && "$(uname -sm) $expected" != 'Linux x86_64 3.1'[12] ]]; then
@@ -106,7 +124,9 @@ fi
 echo "setup.sh: $plan" >&2
 
 if [[ "$version" == none ]]; then
-    mkdir -p .venv && echo unfinished >"$stamp"
+    mkdir -p .venv || fail "could not write to $root/.venv"
+    echo unfinished "$cuda" >"$stamp"
+    rm -rf .venv/bin .venv/include .venv/lib .venv/lib64 .venv/pyvenv.cfg
     "$python" -m venv .venv ||
         fail "could not make .venv with $python; on Debian: apt install python3-venv"
 fi
@@ -123,7 +143,7 @@ if [[ -n "$fairseq" ]]; then
 fi
 if [[ -n "$cuda" ]]; then # two CuPys would overwrite each other
     step='the CuPy of another CUDA version'
-    pip uninstall --yes cupy-cuda12x cupy-cuda13x
+    pip uninstall --yes "cupy-cuda$((25 - ${cuda#,cuda}))x"
 fi
 step='the project, and everything else'
 pip install --constraint constraints.txt --editable ".[$extras]"

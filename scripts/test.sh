@@ -2,7 +2,7 @@
 # Lint and every test. Arguments go to pytest: scripts/test.sh -k oracle -x
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [[ "${1-}" == -h || "${1-}" == --help ]]; then
     echo "usage: scripts/test.sh [--fairseq-tests DIR] [pytest arguments]; see docs/development.md"

@@ -3,7 +3,7 @@
 # combinations, -e py313-torch213-numpy24 runs one, `-- tests/ops -x` runs other tests.
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh >&2
 PATH+=$(printf ':%s' "${PYENV_ROOT:-$HOME/.pyenv}"/versions/*/bin) # which pyenv may not have chosen
 exec .venv/bin/tox "$@"

@@ -56,5 +56,6 @@ def _register_with_fairseq():
         root.setLevel(level)
 
 
-if importlib.util.find_spec("fairseq") is not None:
+_spec = importlib.util.find_spec("fairseq")
+if _spec is not None and _spec.origin is not None:  # not a folder that only has this name
     _register_with_fairseq()

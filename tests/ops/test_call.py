@@ -15,7 +15,7 @@ import pytest
 import torch
 from test_operator import arguments
 
-from conftest import alone
+from conftest import ROOT, alone
 from talk_fairseq import TaLKConvState, talk_conv, talk_conv_update
 from talk_fairseq.ops import cuda_backend, dispatch
 
@@ -245,3 +245,20 @@ def test_without_numba():
         for call in calls:
             assert call().shape == x.shape
     """)
+
+
+NAMESAKE = """
+import importlib.machinery, importlib.util, sys
+
+find = importlib.util.find_spec
+namesake = importlib.machinery.ModuleSpec("fairseq", None, is_package=True)
+importlib.util.find_spec = lambda name, *more: namesake if name == "fairseq" else find(name, *more)
+import talk_fairseq
+
+assert "talk_fairseq.compat" not in sys.modules
+"""
+
+
+def test_a_folder_called_fairseq_is_no_fairseq():
+    """As where Python is started beside a clone of it: the operator works."""
+    subprocess.run([sys.executable, "-W", "error", "-c", NAMESAKE], cwd=ROOT, check=True)

@@ -100,6 +100,47 @@ def test_an_interrupted_set_up_is_made_again(copy):
     assert (copy / ".venv/installed").read_text().startswith("fairseq,test\n")
 
 
+def test_an_environment_that_was_made_by_halves_is_made_again(copy):
+    """As without python3-venv: there is a Python, and no pip."""
+    halves = '*"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python; exit 1 ;;\n*) exit 1 ;;'
+    done = run(copy, PYTHON=str(make_python(copy / "python3.12", "3.12", halves)))
+    assert done.returncode == 1 and "apt install python3-venv" in done.stderr
+    done = run(copy, PYTHON=str(make_python(copy / "python3.12", "3.12", INSTALLS)))
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_environment_whose_python_is_gone_is_made_again(copy):
+    python = make_python(copy / "python3.12", "3.12", INSTALLS)
+    assert run(copy, PYTHON=str(python)).returncode == 0
+    (copy / ".venv/bin/python").unlink()
+    (copy / ".venv/bin/python").symlink_to(copy / "gone")
+    done = run(copy, PYTHON=str(python))
+    assert done.returncode == 0 and (copy / ".venv/bin/python").exists(), done.stderr
+
+
+def test_an_environment_that_was_moved_is_made_again(copy, tmp_path_factory):
+    """Its programs name the folder that it was made in."""
+    python = make_python(tmp_path_factory.mktemp("bin") / "python3.12", "3.12", INSTALLS)
+    assert run(copy, PYTHON=str(python)).returncode == 0
+    (copy / ".venv/bin/program").write_text(f"#!{copy}/.venv/bin/python")
+    moved = copy.rename(copy.with_name("moved to here"))
+    assert run(moved, PYTHON=str(python)).returncode == 0
+    assert not (moved / ".venv/bin/program").exists()
+    (moved / ".venv/bin/program").touch()
+    assert run(moved, PYTHON=str(python)).stderr == "" and (moved / ".venv/bin/program").exists()
+
+
+def test_cdpath_leads_nowhere_else(copy):
+    python = make_python(copy / "python3.12", "3.12", INSTALLS)
+    (copy / "other/scripts").mkdir(parents=True)
+    done = subprocess.run(
+        ["scripts/setup.sh"], capture_output=True, text=True, cwd=copy,
+        env={"PATH": "/usr/bin:/bin", "PYTHON": str(python), "CDPATH": str(copy / "other")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (copy / ".venv").exists() and not (copy / "other/.venv").exists()
+
+
 @pytest.mark.parametrize(
     "version, machine, compiles",
     [
@@ -180,6 +221,20 @@ def test_cupy_where_there_is_a_gpu(copy):
         assert extras in (copy / "pip").read_text().splitlines()[-2]  # the last is the check
     calls = (copy / "pip").read_text()
     assert setup(root=copy, env=env).stderr == "" and (copy / "pip").read_text() == calls
+
+
+def test_a_cupy_that_cannot_be_installed_stops_nothing(copy):
+    """As on a node with a GPU and without a network."""
+    failing = INSTALLS.replace("no ;;", "13 ;;").replace(
+        '"-m pip"*)', '"-m pip"*cuda13*) exit 1 ;;\n*"-m pip"*)'
+    )
+    python = make_python(copy / "python3.12", "3.12", f"*is_available*) echo cuda13 ;;\n{failing}")
+    (copy / "nvidia-smi").write_text("#!/bin/sh\n")
+    (copy / "nvidia-smi").chmod(0o755)
+    for _ in range(2):
+        done = run(copy, PATH=f"{copy}:/usr/bin:/bin", PYTHON=str(python))
+        assert done.returncode == 0 and "could not install CuPy for cuda13" in done.stderr
+        assert (copy / ".venv/installed").read_text().startswith("fairseq,test\n")
 
 
 @pytest.mark.skipif(

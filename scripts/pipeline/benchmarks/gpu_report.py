@@ -114,6 +114,8 @@ def report(found, folder, end):
     """Run the stages until `end` at most, and write what they find; return whether one failed."""
     stages = [stage._asdict() | {"state": "left out", "why": missing(stage)} for stage in STAGES]
     waiting = [stage for stage in stages if not stage["why"]]
+    if not waiting:
+        raise SystemExit(f"gpu_report.sh: expected modules for a stage, {stages[0]['why']}")
     for stage in waiting:
         stage["state"] = "not reached"
     folder.mkdir(parents=True, exist_ok=True)

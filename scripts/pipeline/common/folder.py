@@ -80,7 +80,7 @@ class Folder:
         self.lock = open(self.path / "lock", "a")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise BadInput(
                 f"{self.option}: another {self.what}, or a command of one that was killed, is "
                 f"running in {self.path}; wait for it or choose another folder"

@@ -81,7 +81,9 @@ def curves_figure(runs, keys=None):
                     if points and (key != "lr" or tag == "train"):
                         for axis, x, scale in zip(row, ("updates", "seconds"), (1, length)):
                             xs = [entry[x] / scale for entry in points]
-                            axis.plot(xs, [entry[key] for entry in points], **look, label=what)
+                            ys = [entry[key] for entry in points]
+                            dot = {"marker": "o"} if len(xs) == 1 else {}  # which no line shows
+                            axis.plot(xs, ys, **look | dot, label=what)
     for key, row in zip(drawn, axes):
         row[0].set_ylabel(TITLES.get(key, key))
         for axis in row:
