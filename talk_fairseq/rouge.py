@@ -4,21 +4,20 @@ It reproduces ROUGE-1.5.5, the Perl program of the papers, except for small diff
 is cut into words: here lower-cased runs of a-z and 0-9. Text in another script scores 0.
 """
 
-import importlib.metadata
-
 # Our names, which fairseq takes for metrics, and those of rouge-score.
 KINDS = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL", "rouge_lsum": "rougeLsum"}
 
 
-def rouge_sums(hypotheses, references, sentence_separator=None, stemming=True):
+def rouge_sums(hypotheses, references, sentence_separator=None):
     """Return the F-measures of the four kinds, each summed over the summaries.
+
+    They compare the stems of words (Porter), as ``-m`` of ROUGE-1.5.5 does.
 
     Args:
         hypotheses, references: lists of as many summaries. In rouge_lsum, the longest common
             subsequence is taken by sentences, which newlines separate; the other kinds take a
             summary as one sequence of words.
         sentence_separator: text that separates sentences besides the newline (default: none).
-        stemming: compare the stems of words (Porter), as ``-m`` of ROUGE-1.5.5 does.
 
     Returns ``{"rouge_1": sum, …}``, each between 0 and the number of summaries. Raises ValueError
     for another number of references than of hypotheses, and ImportError without rouge-score.
@@ -30,7 +29,7 @@ def rouge_sums(hypotheses, references, sentence_separator=None, stemming=True):
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
         raise ImportError("ROUGE needs the package rouge-score: pip install rouge-score") from error
-    scorer = RougeScorer(list(KINDS.values()), use_stemmer=stemming)
+    scorer = RougeScorer(list(KINDS.values()), use_stemmer=True)
     sums = dict.fromkeys(KINDS, 0.0)
     for hypothesis, reference in zip(hypotheses, references):
         if sentence_separator:
@@ -42,17 +41,12 @@ def rouge_sums(hypotheses, references, sentence_separator=None, stemming=True):
     return sums
 
 
-def rouge(hypotheses, references, sentence_separator=None, stemming=True):
+def rouge(hypotheses, references, sentence_separator=None):
     """Return the mean F-measures in percent, as papers print them; see `rouge_sums`.
 
     Also raises ValueError if there are no summaries.
     """
     if not references:
         raise ValueError("references: expected summaries, got none")
-    sums = rouge_sums(hypotheses, references, sentence_separator, stemming)
+    sums = rouge_sums(hypotheses, references, sentence_separator)
     return {kind: 100 * total / len(references) for kind, total in sums.items()}
-
-
-def version():
-    """Return the version of rouge-score that is installed."""
-    return importlib.metadata.version("rouge-score")

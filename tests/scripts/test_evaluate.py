@@ -508,16 +508,17 @@ def test_missing_files_are_named(capfd, verses, trained, tmp_path):
     assert line == "hypotheses: expected 1, one a reference, got 43"
 
 
-def test_results_that_are_no_list_are_left_alone(tmp_path):
+def test_results_are_a_list_that_grows(play, capfd, verses, folder_of_a_run, tmp_path):
     path = tmp_path / "row.json"
     path.write_text('{"by": "hand"}')
-    with pytest.raises(BadInput, match="--results: expected a JSON list"):
-        evaluate.append_result(path, {})
-    assert path.read_text() == '{"by": "hand"}'
+    where = [EN_DE, folder_of_a_run, "--data", verses, *SPANISH, "--split", "valid"]
+    where += ["--average", 1, "--results", path]
+    assert refusal(capfd, *where).startswith("--results: expected a JSON list")
+    assert path.read_text() == '{"by": "hand"}' and not play.configs
     path.unlink()
-    for number in (1, 2):
-        evaluate.append_result(path, {"number": number})
-    assert json.loads(path.read_text()) == [{"number": 1}, {"number": 2}]
+    for count in (1, 2):
+        assert run(capfd, *where)[0] == 0
+        assert len(json.loads(path.read_text())) == count
 
 
 # --- What is scored ---

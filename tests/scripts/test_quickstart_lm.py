@@ -232,15 +232,15 @@ def test_the_table_by_hand(scored):
     assert results["test"] == {"sentences": 1, "words": 1, "tokens": 3, "unknown tokens": 1}
     # Each once more than it occurs: "▁a" and the end 3 of 9, "b" 2, the unknown "c" 1.
     unigram, model = results["models"]
-    assert unigram["perplexity of a token"] == pytest.approx(81 ** (1 / 3))
-    assert unigram["perplexity of a word"] == pytest.approx(81 ** (1 / 2))  # "ac" and the end
+    assert unigram["perplexity_per_token"] == pytest.approx(81 ** (1 / 3))
+    assert unigram["perplexity_per_word"] == pytest.approx(81 ** (1 / 2))  # "ac" and the end
     assert model == {
         "model": "model",
         "parameters": 4152832,
         "updates": 1234,
         "seconds": 57,
-        "perplexity of a token": 4,
-        "perplexity of a word": 8,
+        "perplexity_per_token": 4,
+        "perplexity_per_word": 8,
     }
     assert language_model.table(results).splitlines() == [
         "| model   | parameters | updates | seconds | test tokens | ppl/token | ppl/word |",

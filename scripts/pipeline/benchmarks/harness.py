@@ -158,7 +158,7 @@ class Report:
         self.cells = []
         self.record = {**versions, **facts, "cells": self.cells}
         try:
-            self.save()
+            write_json(self.path, self.record)
         except OSError as error:
             raise SystemExit(f"--output: expected a path to write to, got {error}") from None
 
@@ -185,7 +185,7 @@ class Report:
                     steps[name] = prepare(name, results[name])
                 except RuntimeError as error:
                     results[name] = {"error": why_not(error)}
-                self.save()
+                write_json(self.path, self.record)
             left = dict(steps)
             for name in in_turn(left, self.turns):
                 show_progress(f"{words}: measuring {name}")
@@ -199,15 +199,11 @@ class Report:
                     if seconds > enough:
                         del left[name]
                 summarise(results, self.ours, amounts)
-                self.save()
+                write_json(self.path, self.record)
         finally:
             show_progress()
             print(f"\n{words}", table(results), sep="\n", flush=True)
         return {name: step for name, step in steps.items() if "error" not in results[name]}
-
-    def save(self):
-        """Write the JSON, whole."""
-        write_json(self.path, self.record)
 
 
 def option_parser(name, description, turns, limit, output):

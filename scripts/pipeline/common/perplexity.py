@@ -45,9 +45,10 @@ class TestSet:
         self.unigram_loss = -logarithms / len(test)
 
     def perplexities(self, loss):
-        """Return the perplexity of a token and of a word, of a mean loss in bits a token."""
+        """Return the perplexities of a token and of a word, of a mean loss in bits a token."""
         words = self.counts["words"] + self.counts["sentences"]
-        return 2**loss, 2 ** (loss * self.counts["tokens"] / words)
+        per_word = 2 ** (loss * self.counts["tokens"] / words)
+        return {"perplexity_per_token": 2**loss, "perplexity_per_word": per_word}
 
 
 def read_model(checkpoint, tokens):

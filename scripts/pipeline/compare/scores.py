@@ -6,6 +6,7 @@ names of the scores of which a system has the mean over its seeds, beside its "s
 """
 
 import statistics
+from importlib.metadata import version
 
 import numpy as np
 
@@ -75,21 +76,17 @@ def score_models(results, corpus, languages, folder_of):
 
     test = TestSet(corpus, languages[0])
     results["test"] = test.counts
-
-    def perplexities(loss):
-        return dict(zip(("perplexity_per_token", "perplexity_per_word"), test.perplexities(loss)))
-
     for name, row in results["systems"].items():
         for seed, scores in row["seeds"].items():
             checkpoint = folder_of(name, seed) / "averaged.pt"
-            scores.update(perplexities(read_model(checkpoint, test.counts["tokens"])[1]))
-    results["unigram"] = perplexities(test.unigram_loss)
+            scores.update(test.perplexities(read_model(checkpoint, test.counts["tokens"])[1]))
+    results["unigram"] = test.perplexities(test.unigram_loss)
     return ["perplexity_per_word"]
 
 
 def score_summaries(results, corpus, languages, folder_of):
     """Score by ROUGE, with p of a paired bootstrap of ROUGE-2; also the sources' first words."""
-    from talk_fairseq.rouge import KINDS, rouge, version  # which takes seconds to import
+    from talk_fairseq.rouge import KINDS, rouge  # which takes seconds to import
 
     text = {
         (split, side): read_lines(corpus / f"{split}.{side}")
@@ -99,7 +96,7 @@ def score_summaries(results, corpus, languages, folder_of):
     source, target = languages
     references = text["test", target]
     results["test"] = {"summaries": len(references)}
-    results["signature"] = f"rouge-score {version()}, F-measure, stemming"
+    results["signature"] = f"rouge-score {version('rouge-score')}, F-measure, stemming"
     each = {}  # ROUGE-2 of each summary, by system and seed
     for name, row in results["systems"].items():
         for seed, scores in row["seeds"].items():

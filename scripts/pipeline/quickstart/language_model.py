@@ -86,14 +86,10 @@ def compare(corpus, language, checkpoints):
     from pipeline.common.perplexity import TestSet, read_model  # takes seconds
 
     test = TestSet(corpus, language)
-    losses = [({"model": "unigram"}, test.unigram_loss)]
+    rows = [{"model": "unigram", **test.perplexities(test.unigram_loss)}]
     for checkpoint in checkpoints:
         facts, loss = read_model(checkpoint, test.counts["tokens"])
-        losses.append(({"model": checkpoint.stem, **facts}, loss))
-    rows = []
-    for row, loss in losses:
-        token, word = test.perplexities(loss)
-        rows.append({**row, "perplexity of a token": token, "perplexity of a word": word})
+        rows.append({"model": checkpoint.stem, **facts, **test.perplexities(loss)})
     return {"test": {**test.counts, "unknown tokens": test.unknown}, "models": rows}
 
 
@@ -103,7 +99,7 @@ def table(results):
     tokens = f"{test['tokens']:,}"
     for model in results["models"]:
         counts = [f"{model[name]:,}" if name in model else None for name in HEADER[1:4]]
-        token, word = model["perplexity of a token"], model["perplexity of a word"]
+        token, word = model["perplexity_per_token"], model["perplexity_per_word"]
         rows.append((model["model"], *counts, tokens, f"{token:,.2f}", f"{word:,.1f}"))
     of = f"on {test['sentences']:,} sentences of {test['words']:,} words"
     return f"{markdown(HEADER, rows)}\n\n{of}; unknown tokens: {test['unknown tokens']:,}"

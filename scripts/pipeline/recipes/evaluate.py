@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -23,7 +24,6 @@ from pipeline.recipes import config as configs
 from pipeline.recipes.average import EPOCHS, UPDATES, average_checkpoints, find_checkpoints, save
 from talk_fairseq.checkpoint_files import read_checkpoint
 from talk_fairseq.rouge import rouge
-from talk_fairseq.rouge import version as rouge_version
 
 from fairseq.checkpoint_utils import checkpoint_paths
 from fairseq.dataclass.configs import GenerationConfig
@@ -99,7 +99,9 @@ def rouge_scores(hypotheses, references):
     as a word.
     """
     texts = [[html.unescape(line) for line in lines] for lines in (hypotheses, references)]
-    tool = f"rouge-score {rouge_version()}, F-measure, stemming, sentences separated by ' . '"
+    tool = (
+        f"rouge-score {version('rouge-score')}, F-measure, stemming, sentences separated by ' . '"
+    )
     scores = rouge(*texts, sentence_separator=" . ")
     return {name: {"score": score, "tool": tool} for name, score in scores.items()}
 
@@ -134,11 +136,6 @@ def read_results(path):
     if not isinstance(results, list):
         raise BadInput(f"--results: expected a JSON list in {path}, got something else")
     return results
-
-
-def append_result(path, result):
-    """Add an entry to the JSON list in `path`. Raises BadInput if there is something else."""
-    write_json(path, [*read_results(path), result])
 
 
 def read_prepared(name, data):
@@ -393,6 +390,8 @@ def evaluate(args):
     """Return the result, as in scores.json. Raises BadInput, ValueError or OSError."""
     evaluation = Evaluation(args)
     evaluation.paths(evaluation.average)
+    if args.results:
+        read_results(args.results)
     candidates = candidates_of(evaluation) if args.tune else {}
     evaluation.output.mkdir(parents=True, exist_ok=True)
     written = evaluation.output / "scores.json"
@@ -424,7 +423,7 @@ def evaluate(args):
         result["trials"] = trials
     write_json(written, result)
     if args.results:
-        append_result(args.results, result)
+        write_json(args.results, [*read_results(args.results), result])
     return result
 
 

@@ -1,12 +1,13 @@
 """Score summaries by ROUGE; see scripts/evaluate_rouge.sh --help."""
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 from pipeline.common import command
 from pipeline.common.files import read_lines
 from pipeline.common.logs import generated_file, lines_of_kind
-from talk_fairseq.rouge import rouge, version
+from talk_fairseq.rouge import rouge
 
 DESCRIPTION = """\
 Prints ROUGE-1, ROUGE-2, ROUGE-L and ROUGE-Lsum: mean F-measures in percent, by the package
@@ -53,7 +54,7 @@ def score(hypothesis_path, reference_path=None, sentence_separator=None):
     scores = rouge(hypotheses, references, sentence_separator)
     return {
         "tool": "rouge-score",
-        "version": version(),
+        "version": version("rouge-score"),
         "sentence_separator": sentence_separator,
         "summaries": len(references),
         **{kind: round(value, 4) for kind, value in scores.items()},
