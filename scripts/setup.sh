@@ -79,7 +79,7 @@ find_python() {
 
 # One at a time: a second one waits, and finds the work of the first done.
 if command -v flock >/dev/null; then
-    { exec 9<>scripts/setup.sh; } 2>/dev/null || exec 9<scripts/setup.sh # NFS locks what is written
+    { exec 9<>setup.cfg; } 2>/dev/null || exec 9<setup.cfg # NFS locks what is open for writing
     flock 9 || echo "setup.sh: this file system has no locks: run one command at a time" >&2
 fi
 

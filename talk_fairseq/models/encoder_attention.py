@@ -102,16 +102,17 @@ class EncoderAttention(MultiheadAttention):
         q = q.permute(1, 3, 0, 2, 4).reshape(N * H, T * k, R)
         scores = torch.bmm(q, keys.view(N * H, R, S)).view(N, H, T, k, S)
         if self.aligns:
-            if state["distances"].shape[2] < T:
+            if (left := state["distances"].shape[2]) < T:
                 # Of further steps too: each launch costs a step time on a GPU.
-                last = T if incremental_state is None else T + _STEPS
-                steps = state["steps"] + torch.arange(last, device=q.device)
-                state["distances"] = (state["positions"] - steps.view(-1, 1, 1)).abs()
+                count = T if incremental_state is None else T + _STEPS
+                positions = state["positions"] + left
+                steps = torch.arange(count, device=q.device).view(-1, 1, 1)
+                state["distances"] = (positions - steps).abs()
+                state["positions"] = positions - count
             # In float32, also of halves.
             distances = state["distances"][:, :, :T]
             scores = torch.addcmul(scores, self.slopes, distances, value=-1)
             state["distances"] = state["distances"][:, :, T:]
-            state["steps"] += T
         if padding is not None:
             scores = scores.masked_fill(padding[:, None, None, None], -math.inf)
         weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
@@ -125,8 +126,9 @@ class EncoderAttention(MultiheadAttention):
 
     def _encoder_state(self, key, value, key_padding_mask):
         """Return keys (N, H, R, S), which few queries read fastest so, values (N, H, S, R), padding
-        (N, S) or None; if it aligns, positions (N, 1, 1, 1, S), how many steps there were, and the
-        distances (N, 1, any, 1, S) of the next ones.
+        (N, S) or None; if it aligns, the distances (N, 1, any, 1, S) of the next queries, and
+        positions (N, 1, 1, 1, S) relative to the query after these. All are tensors, which fairseq
+        reorders.
         """
         if self.copies:
             key, tokens = key.chunk(2, dim=-1)
@@ -144,7 +146,7 @@ class EncoderAttention(MultiheadAttention):
             keys = F.layer_norm(keys, [self.head_dim]) * self.sharpness
             real = key.new_ones(N, S, dtype=torch.bool) if padding is None else ~padding
             state["positions"] = (real.cumsum(1) - 1).float().view(N, 1, 1, 1, S)
-            state["distances"], state["steps"] = state["positions"][:, :, :0], 0
+            state["distances"] = state["positions"][:, :, :0]
         return {"keys": (self.scaling * keys).permute(1, 2, 3, 0).contiguous(), **state}
 
 

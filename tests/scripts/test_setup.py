@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 from packaging.requirements import Requirement
@@ -128,6 +129,20 @@ def test_an_environment_that_was_moved_is_made_again(copy, tmp_path_factory):
     assert not (moved / ".venv/bin/program").exists()
     (moved / ".venv/bin/program").touch()
     assert run(moved, PYTHON=str(python)).stderr == "" and (moved / ".venv/bin/program").exists()
+
+
+def test_two_at_once(copy):
+    """The second waits, and finds the work of the first done."""
+    slow = INSTALLS.replace('echo "$*" >>pip;', 'echo "$*" >>pip; sleep 1;')
+    python = make_python(copy / "python3.12", "3.12", slow)
+    command = [copy / "scripts/setup.sh"]
+    env = {"PATH": "/usr/bin:/bin", "PYTHON": str(python)}
+    first = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
+    while not (copy / "pip").exists():
+        time.sleep(0.01)
+    second = run(copy, PYTHON=str(python))
+    assert first.wait() == second.returncode == 0 and second.stderr == ""
+    assert (copy / "pip").read_text().count("check") == 1
 
 
 def test_cdpath_leads_nowhere_else(copy):
