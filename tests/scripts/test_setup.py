@@ -142,7 +142,7 @@ def test_two_at_once(copy):
         time.sleep(0.01)
     second = run(copy, PYTHON=str(python))
     assert first.wait() == second.returncode == 0 and second.stderr == ""
-    assert (copy / "pip").read_text().count("check") == 1
+    assert (copy / "pip").read_text().count(" check\n") == 1
 
 
 def test_cdpath_leads_nowhere_else(copy):
