@@ -123,14 +123,13 @@ if [[ -n "$fairseq" && "$(uname -sm) $expected" != 'Linux x86_64 3.1'[12] ]]; th
 fi
 echo "setup.sh: $plan" >&2
 
+mkdir -p .venv || fail "could not write to $root/.venv"
+echo unfinished "$cuda" >"$stamp"
 if [[ "$version" == none ]]; then
-    mkdir -p .venv || fail "could not write to $root/.venv"
-    echo unfinished "$cuda" >"$stamp"
     rm -rf .venv/bin .venv/include .venv/lib .venv/lib64 .venv/pyvenv.cfg
     "$python" -m venv .venv ||
         fail "could not make .venv with $python; on Debian: apt install python3-venv"
 fi
-echo unfinished "$cuda" >"$stamp"
 pip() {
     echo "setup.sh: pip $1: $step" >&2
     .venv/bin/python -m pip --disable-pip-version-check "$@" >&2

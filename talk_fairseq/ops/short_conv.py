@@ -60,7 +60,7 @@ def short_conv_update(x, weight, state):
     rows, steps = state.rows, state.steps
     if plain:
         rows = torch.cat([rows.roll(-steps, 0), x])
-        out = sum(weight[k] * rows[k + 1 : k + 1 + S] for k in range(K)).to(x.dtype)
+        out = short_conv_reference(rows, weight, K - 1)[K:].to(x.dtype)
         state.rows = rows[S:].roll(steps + S, 0)
     elif x.numel() == 0:
         out = torch.empty_like(x)
@@ -85,8 +85,7 @@ def _of_one_dtype(x, weight):
 def short_conv_reference(x, weight, left):
     """Compute :func:`short_conv` in plain PyTorch, for `x` and `weight` of one dtype."""
     K, T, dtype = len(weight), x.shape[0], x.dtype
-    if dtype.itemsize == 2:
-        weight = weight.float()
+    weight = weight.to(compute_dtype(dtype))
     beyond = x.new_zeros(K - 1, *x.shape[1:])
     padded = torch.cat((beyond[:left], x, beyond[left:]))  # F.pad of torch 2.6 takes no empty batch
     return sum(weight[k] * padded[k : k + T] for k in range(K)).to(dtype)

@@ -5,7 +5,7 @@ import torch
 
 from talk_fairseq.ops.dispatch import backend_name, backend_of, register, steps_are_plain
 from talk_fairseq.ops.reference import talk_conv_reference, talk_conv_update_reference
-from talk_fairseq.ops.state import TaLKConvState, sums_dtype
+from talk_fairseq.ops.state import TaLKConvState, compute_dtype, sums_dtype
 
 _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _INTEGERS = (int, torch.SymInt, np.integer)
@@ -108,7 +108,7 @@ def talk_conv_update_unchecked(x, offset_left, state, max_left):
         out = torch.empty_like(x)
     else:
         if offset_left.dtype != x.dtype:
-            offset_left = offset_left.to(torch.float32 if x.dtype.itemsize == 2 else x.dtype)
+            offset_left = offset_left.to(compute_dtype(x.dtype))
         x, offset_left = x.contiguous(), offset_left.contiguous()
         out = backend_of(x).update(x, offset_left, sums, state.origin, steps, max_left)
     state.advance(len(x))

@@ -218,12 +218,11 @@ class Evaluation:
         self.output = Path(args.output).absolute() if args.output else folder / "evaluation"
         self.on_cpu = args.cpu or not torch.cuda.is_available()
         self.reported = REPORTED.get(self.benchmark, "tokenised_bleu")
-        self.average = of_recipe = recipe_average(self.config)[0]
-        if not self.is_run:  # a mean, maybe, unless it has a name that training gives
-            one = re.fullmatch(r"checkpoint(_best|_last|\d+|_\d+_\d+)\.pt", self.checkpoints.name)
-            self.average, of_recipe = 1, of_recipe if one else 1
-        self.average = args.average or self.average
-        if self.average != of_recipe:
+        count = recipe_average(self.config)[0]
+        self.average = args.average or (count if self.is_run else 1)
+        # A file may be the recipe's mean, unless it has a name that training gives.
+        one = re.fullmatch(r"checkpoint(_best|_last|\d+|_\d+_\d+)\.pt", self.checkpoints.name)
+        if self.average != (count if self.is_run or one else 1):
             self.changed["average"] = self.average
         self._ready = None  # (average, the file of it)
 

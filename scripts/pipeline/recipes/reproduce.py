@@ -72,13 +72,14 @@ def steps_of(args):
     run = ["--save-dir", str(save_dir), *where, *trained, *words({"dry-run": args.dry_run})]
     *_, config = train.plan(train.parse([args.name, *run]), has_data=False)
     kept = evaluate.recipe_average(config)[0]
-    check_average(config, args.average or kept)
-    if kept > 1 and (args.average or kept) > kept:
-        raise BadInput(f"--average: expected at most {kept}, which are kept, got {args.average}")
+    average = args.average or kept
+    check_average(config, average)
+    if average > kept > 1:
+        raise BadInput(f"--average: expected at most {kept}, which are kept, got {average}")
     evaluate.read_results(results)
     if not prepare:
         evaluate.read_prepared(name, data_bin)
-    if prepare and benchmark not in BENCHMARKS:
+    elif benchmark not in BENCHMARKS:
         raise BadInput(f"--data: expected none, as there is no scripts/{script}.sh; see --data-bin")
     train_words = [args.name, "--data", data_bin, "--save-dir", save_dir, *trained]
     evaluate_words = [args.name, save_dir, "--data", data_bin, "--results", results, *scored]

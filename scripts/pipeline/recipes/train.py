@@ -56,10 +56,10 @@ def check_folder(save_dir, trained):
     """
     record = save_dir / "trained.yaml"
     if record.exists():
-        before = OmegaConf.load(record)
-        others = configs.differences(before, trained, MAY_CHANGE)
-        if "batch_tokens" in before:
-            trained.batch_tokens = before.batch_tokens
+        earlier = OmegaConf.load(record)
+        others = configs.differences(earlier, trained, MAY_CHANGE)
+        if "batch_tokens" in earlier:
+            trained.batch_tokens = earlier.batch_tokens
         for key, (before, here) in others.items():
             raise BadInput(
                 f"--save-dir: expected a run of the same config in {save_dir}, got one with "
