@@ -150,6 +150,74 @@ class EncoderAttention(MultiheadAttention):
         return {"keys": (self.scaling * keys).permute(1, 2, 3, 0).contiguous(), **state}
 
 
+class SharingEncoder:
+    """What comes before fairseq's class of an encoder whose decoder is a SharingDecoder."""
+
+    def reorder_encoder_out(self, encoder_out, new_order):
+        """Note the sentence of each row under "rows", which is all that a SharingDecoder needs."""
+        N = encoder_out["encoder_out"][0].shape[1]
+        rows = encoder_out.get("rows") or [torch.arange(N, device=new_order.device)]
+        return {**encoder_out, "rows": [rows[0].index_select(0, new_order)]}
+
+
+class SharingDecoder:
+    """What comes before fairseq's class of a decoder whose layers have an EncoderAttention.
+
+    What the subclass has for its layers takes `encoder_out` as encoder_out_of_rows returns it.
+    """
+
+    def encoder_out_of_rows(self, encoder_out, incremental_state):
+        """Return `encoder_out` as the layers take it, one row a sentence if they can share it.
+
+        Its "rows" hold the sentence of each row, where there are other rows than sentences.
+        """
+        if encoder_out is None or not encoder_out.get("rows"):
+            return encoder_out
+        if self._attention_states(incremental_state):
+            return encoder_out  # a later step: they have their keys already
+        (rows,) = encoder_out["rows"]
+        N = encoder_out["encoder_out"][0].shape[1]
+        k = rows.numel() // N
+        if incremental_state is not None and torch.equal(rows, _sentences(N, k, rows.device)):
+            return encoder_out
+        encoder_out = {**encoder_out, "rows": []}
+        for name, axis in (("encoder_out", 1), ("encoder_padding_mask", 0)):
+            encoder_out[name] = [x.index_select(axis, rows) for x in encoder_out[name]]
+        return encoder_out
+
+    def reorder_incremental_state_scripting(self, incremental_state, new_order):
+        """Reorder states as fairseq does, without a search of all modules.
+
+        Nothing of the encoder is copied unless a sentence goes, comes or changes place.
+        """
+        for layer in self.layers.children():
+            for name in ("self_attn", "conv"):  # of a Transformer and of a LightConv
+                if (mixer := getattr(layer, name, None)) is not None:
+                    mixer.reorder_incremental_state(incremental_state, new_order)
+        states = self._attention_states(incremental_state)
+        if not states:
+            return
+        old = states[0]["sentences"]
+        sentences = old.index_select(0, new_order.to(old.device))
+        if torch.equal(sentences, old):
+            return
+        k = old.numel() // states[0]["keys"].shape[0]
+        kept = sentences[::k]
+        if not torch.equal(sentences, kept.repeat_interleave(k)):
+            k, kept = 1, sentences
+        for state in states:
+            for name in ("keys", "values", "padding", "positions", "distances"):
+                if state.get(name) is not None:
+                    state[name] = state[name].index_select(0, kept)
+            state["sentences"] = _sentences(len(kept), k, old.device)
+
+    def _attention_states(self, incremental_state):
+        """Return the states of the EncoderAttention of all layers that have one by now."""
+        attentions = (getattr(layer, "encoder_attn", None) for layer in self.layers.children())
+        states = (a._get_input_buffer(incremental_state) for a in attentions if a is not None)
+        return list(filter(None, states))
+
+
 def check_padding_of_targets(task):
     """Raise ValueError where `task` pads targets on the left: aligning counts them from there."""
     options = (getattr(task, name, None) for name in ("cfg", "args"))  # args: of an older task
@@ -166,46 +234,3 @@ def with_tokens(encoder_out):
 def _sentences(N, k, device):
     """Return the sentence of each of k N rows."""
     return torch.arange(N, device=device).repeat_interleave(k)
-
-
-def reorder(attentions, incremental_state, new_order):
-    """Let row i be what row ``new_order[i]`` was, in the EncoderAttention of all layers.
-
-    Nothing is copied unless a sentence goes, comes or changes place.
-    """
-    states = list(filter(None, (one._get_input_buffer(incremental_state) for one in attentions)))
-    if not states:
-        return
-    old = states[0]["sentences"]
-    sentences = old.index_select(0, new_order.to(old.device))
-    if torch.equal(sentences, old):
-        return
-    k = old.numel() // states[0]["keys"].shape[0]
-    kept = sentences[::k]
-    if not torch.equal(sentences, kept.repeat_interleave(k)):
-        k, kept = 1, sentences
-    for state in states:
-        for name in ("keys", "values", "padding", "positions", "distances"):
-            if state.get(name) is not None:
-                state[name] = state[name].index_select(0, kept)
-        state["sentences"] = _sentences(len(kept), k, old.device)
-
-
-def encoder_out_of_rows(encoder_out, attentions, incremental_state):
-    """Return `encoder_out` as `attentions` take it, one row a sentence if they can share it.
-
-    Its "rows" hold the sentence of each row, where there are other rows than sentences.
-    """
-    if encoder_out is None or not encoder_out.get("rows"):
-        return encoder_out
-    if any(attention._get_input_buffer(incremental_state) for attention in attentions):
-        return encoder_out  # a later step: they have their keys already
-    (rows,) = encoder_out["rows"]
-    N = encoder_out["encoder_out"][0].shape[1]
-    k = rows.numel() // N
-    if incremental_state is not None and torch.equal(rows, _sentences(N, k, rows.device)):
-        return encoder_out
-    encoder_out = {**encoder_out, "rows": []}
-    for name, axis in (("encoder_out", 1), ("encoder_padding_mask", 0)):
-        encoder_out[name] = [x.index_select(axis, rows) for x in encoder_out[name]]
-    return encoder_out

@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-import torch
 from fairseq.distributed import fsdp_wrap
 from fairseq.models import register_model, transformer
 from fairseq.modules import transformer_layer
@@ -59,19 +58,13 @@ class TaLKConvEncoderLayer(transformer_layer.TransformerEncoderLayerBase):
         return build_unit(cfg, cfg.encoder)
 
 
-class TaLKConvEncoder(transformer.TransformerEncoderBase):
+class TaLKConvEncoder(encoder_attention.SharingEncoder, transformer.TransformerEncoderBase):
     def build_encoder_layer(self, cfg):
         return wrap_layer(TaLKConvEncoderLayer(cfg, self.return_fc), cfg)
 
     def forward_scriptable(self, *args, **kwargs):
         out = super().forward_scriptable(*args, **kwargs)
         return encoder_attention.with_tokens(out) if self.cfg.copy_attention else out
-
-    def reorder_encoder_out(self, encoder_out, new_order):
-        """Note the sentence of each row under "rows", which is all that a TaLKConvDecoder needs."""
-        N = encoder_out["encoder_out"][0].shape[1]
-        rows = encoder_out.get("rows") or [torch.arange(N, device=new_order.device)]
-        return {**encoder_out, "rows": [rows[0].index_select(0, new_order)]}
 
 
 class TaLKConvDecoderLayer(transformer_layer.TransformerDecoderLayerBase):
@@ -96,31 +89,17 @@ class TaLKConvDecoderLayer(transformer_layer.TransformerDecoderLayerBase):
         )
 
 
-class TaLKConvDecoder(transformer.TransformerDecoderBase):
+class TaLKConvDecoder(encoder_attention.SharingDecoder, transformer.TransformerDecoderBase):
     def build_decoder_layer(self, cfg, no_encoder_attn=False):
         return wrap_layer(TaLKConvDecoderLayer(cfg, no_encoder_attn), cfg)
 
     def extract_features(
         self, prev_output_tokens, encoder_out=None, incremental_state=None, **kwargs
     ):
-        encoder_out = encoder_attention.encoder_out_of_rows(
-            encoder_out, self._encoder_attentions(), incremental_state
-        )
+        encoder_out = self.encoder_out_of_rows(encoder_out, incremental_state)
         return super().extract_features(
             prev_output_tokens, encoder_out, incremental_state, **kwargs
         )
-
-    def reorder_incremental_state_scripting(self, incremental_state, new_order):
-        """Reorder states as fairseq does, without a search of all modules or copies of keys."""
-        for layer in self.layers.children():
-            if hasattr(layer, "self_attn"):  # a BaseLayer has none
-                layer.self_attn.reorder_incremental_state(incremental_state, new_order)
-        encoder_attention.reorder(self._encoder_attentions(), incremental_state, new_order)
-
-    def _encoder_attentions(self):
-        for layer in self.layers.children():
-            if getattr(layer, "encoder_attn", None) is not None:
-                yield layer.encoder_attn
 
     def buffered_future_mask(self, tensor):
         """Return None: a causal window needs no (T, T) mask."""

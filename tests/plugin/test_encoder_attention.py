@@ -11,12 +11,7 @@ from building import from_flags, task
 from fairseq.models import build_model
 from fairseq.modules import MultiheadAttention
 
-from talk_fairseq.models.encoder_attention import (
-    EncoderAttention,
-    encoder_out_of_rows,
-    reorder,
-    with_tokens,
-)
+from talk_fairseq.models.encoder_attention import EncoderAttention, SharingDecoder, with_tokens
 
 
 @pytest.fixture(autouse=True)
@@ -242,6 +237,13 @@ def test_alignment_far_from_the_source_in_halves(dtype):
     assert (weights - expected)[:, -1].abs().sum(-1).max() < 8 * torch.finfo(dtype).eps
 
 
+def reorder(attention, state, order):
+    """As a decoder of one layer does, which has nothing but this attention."""
+    layer, decoder = torch.nn.Module(), SharingDecoder()
+    layer.encoder_attn, decoder.layers = attention, torch.nn.ModuleList([layer])
+    decoder.reorder_incremental_state_scripting(state, order)
+
+
 @pytest.mark.parametrize("first", [1, 2])
 def test_alignment_step_by_step(first):
     """Two rows a sentence, which then change places or end."""
@@ -254,7 +256,7 @@ def test_alignment_step_by_step(first):
         out, _ = ours(query[:first], memory, memory, mask, state)
         assert torch.allclose(out, expected[:first], rtol=0, atol=1e-12)
         order = torch.tensor([4, 4, 1, 0])
-        reorder([ours], state, order)
+        reorder(ours, state, order)
         steps = query[first:, order].split([1] * 30 + [4] + [1] * (36 - first))
         out = torch.cat([ours(step, memory, memory, mask, state)[0] for step in steps])
         assert torch.allclose(out, expected[first:, order], rtol=0, atol=1e-12)
@@ -287,7 +289,7 @@ def test_reorder(orders):
         order, shared = ORDERS[name]
         order = torch.tensor(order) % len(rows)
         keys = ours._get_input_buffer(state)["keys"]
-        reorder([ours], state, order)
+        reorder(ours, state, order)
         rows = rows[order]
         if shared and len(orders) == 1:
             assert ours._get_input_buffer(state)["keys"] is keys
@@ -374,10 +376,9 @@ def test_weights_only_where_somebody_reads_them(model):
 def test_later_steps_copy_no_encoder_output(model):
     order, state = torch.tensor([2, 0, 1]), {}
     encoder_out = model.encoder.reorder_encoder_out(encode(model, [9, 4, 11]), order)
-    attentions = [layer.encoder_attn for layer in model.decoder.layers]
-    assert encoder_out_of_rows(encoder_out, attentions, state) is not encoder_out
+    assert model.decoder.encoder_out_of_rows(encoder_out, state) is not encoder_out
     model.decoder(torch.randint(4, 99, (3, 1)), encoder_out=encoder_out, incremental_state=state)
-    assert encoder_out_of_rows(encoder_out, attentions, state) is encoder_out
+    assert model.decoder.encoder_out_of_rows(encoder_out, state) is encoder_out
 
 
 def test_layers_without_a_unit_keep_no_state(model):

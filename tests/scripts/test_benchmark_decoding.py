@@ -159,7 +159,10 @@ def test_each_hypothesis_is_as_long_as_its_source(benchmark, run, monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["talkconv", "talkconv_plus", "transformer", "dynamicconv-band"])
+@pytest.mark.parametrize(
+    "name",
+    ["talkconv", "talkconv_plus", "transformer", "dynamicconv-band", "dynamicconv-following"],
+)
 def test_decoding_is_a_full_pass(benchmark, build, name):
     """In its scores of beam search, and in its logits step by step."""
     model, task, _ = build(name)
@@ -225,6 +228,27 @@ def test_convolutions_span_as_many_tokens(build):
         spans = [unit.max_left + unit.max_right + 1 for unit in units]
         assert spans == [conv.kernel_size for conv in convs]
         assert units[-1].max_left == 15
+
+
+def test_dynamicconv_following_shares_keys(benchmark, build, monkeypatch):
+    """Its hypotheses decode from one row of keys a sentence, as those of talkconv_plus."""
+    shared = {}
+    for name in ("talkconv_plus", "dynamicconv-following"):
+        model, task, _ = build(name)
+        attention = model.decoder.layers[0].encoder_attn
+        assert attention.copies and attention.aligns and attention.follows
+        rows = shared[name] = []
+        right = attention.forward
+
+        def look(query, key, *rest, rows=rows, right=right, **options):
+            rows.append((query.shape[1], key.shape[1]))
+            return right(query, key, *rest, **options)
+
+        monkeypatch.setattr(attention, "forward", look)
+        generator = benchmark.build_generator(model, task, beam=3, min_len=5, max_len_b=5)
+        generator.generate([model], benchmark.random_batch(task, 2, 6, "cpu"))
+    assert set(shared["talkconv_plus"]) == {(6, 2)}
+    assert set(shared["dynamicconv-following"]) == {(6, 2)}
 
 
 def test_dynamicconv_band_is_dynamicconv(benchmark, build):

@@ -58,12 +58,12 @@ def test_aligning_refuses_targets_that_are_padded_on_the_left():
 
 @torch.no_grad()
 def test_steps_equal_full_passes(model):
-    """Of two hypotheses a sentence, which a beam search reorders, and then of one sentence."""
+    """Of two hypotheses a sentence, which a search repeats and reorders, then of one sentence."""
     source = torch.randint(4, WORDS, (2, 7))
     source[1, :3] = model.encoder.padding_idx
-    source = source.repeat_interleave(2, dim=0)
-    encoder_out = model.encoder(source, torch.tensor([7, 7, 4, 4]))
-    assert encoder_out["encoder_out"][0].shape == (7, 4, 32)
+    encoder_out = model.encoder(source, torch.tensor([7, 4]))
+    assert encoder_out["encoder_out"][0].shape == (7, 2, 32)
+    encoder_out = model.encoder.reorder_encoder_out(encoder_out, torch.tensor([0, 0, 1, 1]))
     target, state = torch.randint(4, WORDS, (4, 8)), {}
     for step in range(1, 9):
         if order := {3: [1, 0, 3, 3], 6: [3, 2]}.get(step):

@@ -1,6 +1,7 @@
 """LightConv and DynamicConv whose attention to the encoder is that of ``--copy-attention``.
 
-With ``--align-attention`` and ``--follow-attention`` it is that of these options too.
+With ``--align-attention`` and ``--follow-attention`` it is that of these options too. As there, the
+hypotheses of a sentence share the encoder's keys.
 
 A user directory of fairseq, with which configs/verses/cpu_seq2seq.yaml tells what that attention
 does from what windows do.
@@ -13,16 +14,22 @@ import talk_fairseq  # noqa: F401 (first, as it patches fairseq)
 # isort: split
 from fairseq.models import register_model, register_model_architecture
 from fairseq.models.lightconv import (
+    LightConvDecoder,
     LightConvEncoder,
     LightConvModel,
     base_architecture,
     lightconv_iwslt_de_en,
 )
 
-from talk_fairseq.models.encoder_attention import EncoderAttention, check_padding_of_targets
+from talk_fairseq.models.encoder_attention import (
+    EncoderAttention,
+    SharingDecoder,
+    SharingEncoder,
+    check_padding_of_targets,
+)
 
 
-class CopiedEncoder(LightConvEncoder):
+class CopiedEncoder(SharingEncoder, LightConvEncoder):
     """fairseq's, whose outputs (T, B, C) are followed by the tokens' embeddings: (T, B, 2C).
 
     It looks tokens up twice, so the criterion `simcut` would cut the two apart.
@@ -32,6 +39,14 @@ class CopiedEncoder(LightConvEncoder):
         out = super().forward(src_tokens, src_lengths)
         tokens = self.embed_scale * self.embed_tokens(src_tokens).transpose(0, 1)
         return {**out, "encoder_out": [torch.cat([out["encoder_out"][0], tokens], dim=-1)]}
+
+
+class CopyingDecoder(SharingDecoder, LightConvDecoder):
+    """fairseq's, whose layers have an EncoderAttention."""
+
+    def forward(self, prev_output_tokens, encoder_out=None, incremental_state=None, **kwargs):
+        encoder_out = self.encoder_out_of_rows(encoder_out, incremental_state)
+        return super().forward(prev_output_tokens, encoder_out, incremental_state, **kwargs)
 
 
 @register_model("lightconv_copying")
@@ -48,7 +63,8 @@ class CopyingLightConvModel(LightConvModel):
         if aligns:
             check_padding_of_targets(task)
         model = super().build_model(args, task)
-        model.encoder.__class__ = CopiedEncoder  # fairseq names the classes that it builds
+        # fairseq names the classes that it builds.
+        model.encoder.__class__, model.decoder.__class__ = CopiedEncoder, CopyingDecoder
         for layer in model.decoder.layers:
             layer.encoder_attn = EncoderAttention(
                 layer.embed_dim,

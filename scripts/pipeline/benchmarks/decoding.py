@@ -7,7 +7,8 @@
 The encoder-decoders have the same sizes and layers, random weights, and no embeddings in common
 (tied ones would make them repeat one word). The convolutions have GLU, and kernels as wide as
 TaLK's windows. fairseq's DynamicConv always unfolds; `dynamicconv-band` has the encoder's
-convolutions in band matrices. Each hypothesis is as long as its source.
+convolutions in band matrices, and `dynamicconv-following` the attention to the encoder of
+talkconv_plus. Each hypothesis is as long as its source.
 
 First checks TaLK's operator against the reference. Then runs the models in turn and takes medians.
 Tokens are those of the best hypotheses, with their ends. Peak memory is what a batch takes beyond

@@ -10,6 +10,7 @@ from pipeline.benchmarks import harness
 from pipeline.benchmarks.harness import Unavailable
 from pipeline.common.command import at_least, one_of, several
 from pipeline.common.models import build_model, parse_words
+from pipeline.common.paths import CONFIGS
 from pipeline.common.systems import words
 
 from fairseq.data import Dictionary
@@ -18,7 +19,8 @@ from fairseq.modules.dynamic_convolution import DynamicConv1dTBC
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 
 TALK = ("talkconv", "talkconv_plus")
-MODELS = (*TALK, "transformer", "lightconv", "dynamicconv", "dynamicconv-band")
+DYNAMICCONV = ("dynamicconv", "dynamicconv-band", "dynamicconv-following")
+MODELS = (*TALK, "transformer", "lightconv", *DYNAMICCONV)
 # Of a model, the same on both sides but for the layers.
 SIZES = dict(width=512, ffn=1024, heads=4, encoder_layers=7, decoder_layers=6, vocabulary=10_000)
 
@@ -41,9 +43,13 @@ def model_options(name, sizes, windows, glu, positions, language_model=False):
         positions: the most tokens that it takes.
         language_model: whether the model is a decoder alone.
     """
-    kind = name.removesuffix("-band")
-    arch = "lightconv" if kind == "dynamicconv" else kind
+    arch = "lightconv" if name in DYNAMICCONV else name
     options = {"arch": arch + "_lm" * language_model}
+    if name.endswith("-following"):
+        if language_model:
+            raise Unavailable("a language model attends to no encoder")
+        options = {"arch": "lightconv_copying", "user-dir": CONFIGS / "models" / "copying"}
+        options |= {"align-attention": True, "follow-attention": True}
     layers = {"encoder": sizes.encoder_layers, "decoder": sizes.decoder_layers}
     if language_model:
         del layers["encoder"]
@@ -56,12 +62,12 @@ def model_options(name, sizes, windows, glu, positions, language_model=False):
         options[f"{side}-ffn-embed-dim"] = sizes.ffn
         options[f"{side}-attention-heads"] = sizes.heads
         options[f"{side}-layers"] = count
-        if kind in TALK:
+        if name in TALK:
             options[f"{side}-max-left"] = ",".join(map(str, largest))
             options[f"{'' if glu else 'no-'}{side}-glu"] = True
         elif arch == "lightconv":
             sided = 2 if side == "encoder" else 1
-            options[f"{side}-conv-type"] = "dynamic" if kind == "dynamicconv" else "lightweight"
+            options[f"{side}-conv-type"] = "dynamic" if name in DYNAMICCONV else "lightweight"
             options[f"{side}-glu"] = str(glu)
             options[f"{side}-kernel-size-list"] = [sided * window + 1 for window in largest]
     return options

@@ -9,8 +9,9 @@ A step is the `train_step` of fairseq's Trainer: forward, label-smoothed cross-e
 models: cross-entropy), backward, Adam. The models have the same sizes, layers and dropouts and no
 embeddings in common; the convolutions' kernels are as wide as TaLK's windows, and have gates before
 them in the language models alone. fairseq's DynamicConv unfolds its windows; `dynamicconv-band` has
-band matrices. Sentences are of random words, source lengths log-normal (median 20 tokens), targets
-about as long; a turn runs over --batches of them, spread over the lengths.
+band matrices, and `dynamicconv-following` the attention to the encoder of talkconv_plus. Sentences
+are of random words, source lengths log-normal (median 20 tokens), targets about as long; a turn
+runs over --batches of them, spread over the lengths.
 
 First checks TaLK's operator against the reference. Then runs the models in turn and takes medians.
 Tokens are those of the target, without padding. Peak memory is what a step takes beyond model and
