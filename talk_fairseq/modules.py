@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from talk_fairseq.ops.short_conv import short_conv, short_conv_update
-from talk_fairseq.ops.state import ShortConvState, TaLKConvState
+from talk_fairseq.ops.state import ShortConvState, TaLKConvState, reorder_rings
 from talk_fairseq.ops.talk_conv import talk_conv, talk_conv_update_unchecked
 
 
@@ -333,5 +333,22 @@ class TaLKConvUnit(_RetainsDropout):
 
     def reorder_incremental_state(self, incremental_state, new_order):
         """Follow a beam search that keeps, drops or repeats rows of the batch."""
-        for state in self._get_input_buffer(incremental_state).values():
-            state.reorder(new_order)
+        reorder_units([self], incremental_state, new_order)
+
+
+def reorder_units(units, incremental_state, new_order):
+    """Call ``unit.reorder_incremental_state(incremental_state, new_order)`` of all `units`.
+
+    They may be other modules too. The states of all TaLKConvUnits are reordered together.
+    """
+    rings = []
+    for unit in units:
+        if type(unit).reorder_incremental_state is not TaLKConvUnit.reorder_incremental_state:
+            unit.reorder_incremental_state(incremental_state, new_order)
+            continue
+        for state in unit._get_input_buffer(incremental_state).values():
+            if isinstance(state, (TaLKConvState, ShortConvState)):
+                rings.append(state)
+            else:  # of one's own `convolution`
+                state.reorder(new_order)
+    reorder_rings(rings, new_order)

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
 from torch import nn
 
+from talk_fairseq.modules import reorder_units
+
 _STEPS = 31  # of decoding whose distances are computed ahead
 
 
@@ -190,10 +192,9 @@ class SharingDecoder:
 
         Nothing of the encoder is copied unless a sentence goes, comes or changes place.
         """
-        for layer in self.layers.children():
-            for name in ("self_attn", "conv"):  # of a Transformer and of a LightConv
-                if (mixer := getattr(layer, name, None)) is not None:
-                    mixer.reorder_incremental_state(incremental_state, new_order)
+        names = "self_attn", "conv"  # of a Transformer's layer and of a LightConv's
+        units = (getattr(layer, name, None) for layer in self.layers.children() for name in names)
+        reorder_units(filter(None, units), incremental_state, new_order)
         states = self._attention_states(incremental_state)
         if not states:
             return

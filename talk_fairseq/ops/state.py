@@ -52,15 +52,7 @@ class _Ring:
         `new_order` is of any length: sequences may be dropped or repeated. A number that
         names no sequence fails as in `torch.index_select`.
         """
-        L, columns, _ = self.rows.shape
-        new_order = torch.as_tensor(new_order, device=self.rows.device)
-        origin = self.origin
-        if origin is None:
-            origin = torch.arange(self.B, dtype=torch.int32, device=self.rows.device).expand(L, -1)
-        self.origin = origin.index_select(1, new_order)
-        self.B = new_order.shape[0]
-        if self.B > columns:
-            self.settle()
+        reorder_rings([self], new_order)
 
     def settle(self):
         """Copy every row to its own column, where `reorder` has left it in another."""
@@ -115,3 +107,24 @@ class ShortConvState(_Ring):
 
     def __init__(self, B, C, K, dtype=torch.float32, device="cpu"):
         super().__init__(torch.zeros(K, B, C, dtype=compute_dtype(dtype), device=device))
+
+
+def reorder_rings(states, new_order):
+    """Call ``state.reorder(new_order)`` of all the states of these classes, of the same sequences.
+
+    A launch costs a decoding step more time on a GPU than what it does, so there is one for all.
+    """
+    if not states:
+        return
+    device, B = states[0].rows.device, states[0].B
+    new_order = torch.as_tensor(new_order, device=device)
+    steps = [len(state.rows) for state in states]
+    origins = [state.origin for state in states]
+    if any(origin is None for origin in origins):
+        own = torch.arange(B, dtype=torch.int32, device=device)
+        origins = [own.expand(L, -1) if o is None else o for o, L in zip(origins, steps)]
+    origins = origins[0] if len(origins) == 1 else torch.cat(origins)
+    for state, origin in zip(states, origins.index_select(1, new_order).split(steps)):
+        state.origin, state.B = origin, len(new_order)
+        if state.B > state.rows.shape[1]:
+            state.settle()

@@ -10,7 +10,7 @@ import oracle
 from talk_fairseq import TaLKConvState, talk_conv, talk_conv_update
 from talk_fairseq.ops import cpu_backend, dispatch
 from talk_fairseq.ops.short_conv import short_conv_update
-from talk_fairseq.ops.state import ShortConvState
+from talk_fairseq.ops.state import ShortConvState, reorder_rings
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -171,6 +171,31 @@ def test_a_beam_search_copies_no_rows():
     assert state.rows.data_ptr() == rows and state.rows.shape == (8, 4, 8)
     assert state.origin.shape == (8, 4) and state.steps < 16
     assert short.rows.data_ptr() == short_rows and short.origin.shape == (3, 4)
+
+
+def test_reordering_states_together():
+    """As one by one, in one copy of their columns' numbers; rows are copied for want of columns."""
+
+    def states():
+        generator = torch.Generator().manual_seed(1)
+        for state in TaLKConvState(4, 8, 5), ShortConvState(4, 8, 3), TaLKConvState(4, 6, 0):
+            state.rows = torch.randn(state.rows.shape, generator=generator)
+            yield state
+
+    one_by_one, together = list(states()), list(states())
+    together[1].reorder(torch.tensor([2, 0, 0, 3]))  # others have their own columns
+    one_by_one[1].reorder(torch.tensor([2, 0, 0, 3]))
+    for order, copies in ([1, 0, 3, 3], 1), ([0, 2, 2], 1), ([2, 2, 1, 0, 0], 4), ([0, 0], 1):
+        for state in one_by_one:
+            state.reorder(order)
+        with torch.profiler.profile() as profiler:
+            reorder_rings(together, order)
+        calls = [event.name for event in profiler.events()]
+        assert calls.count("aten::index_select") + calls.count("aten::gather") == copies
+        for a, b in zip(one_by_one, together):
+            assert a.B == b.B == len(order) and torch.equal(a.rows, b.rows)
+            assert a.origin is b.origin is None or torch.equal(a.origin, b.origin)
+    reorder_rings([], torch.tensor([0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
