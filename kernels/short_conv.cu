@@ -7,6 +7,7 @@
 // thread walks a run of rows of one sentence, of N channels: what it reads again is in the cache.
 
 #include "types.cuh"
+#include "ring.cuh"
 
 constexpr int TAPS = 8;  // whose gradients are summed at a time: as many as registers hold
 
@@ -104,31 +105,26 @@ template <typename X, int N> __device__ void short_backward(const ShortProblem& 
 }
 
 // The next T outputs of a causal sequence, after p.steps others, whose last `taps` rows stand in a
-// ring. A thread takes N channels; of shared slots, see decoding.cuh.
+// ring. A thread takes N channels.
 template <typename X, int N> __device__ void short_update(const ShortProblem& p) {
     using F = typename Types<X>::Compute;
     const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     const int packs = p.C / N, b = at / packs, c = at % packs * N;
     if (b >= p.B) return;
     const X* weight = static_cast<const X*>(p.weight) + c;
-    const auto slot_of = [&](int slot, int column) {
-        return static_cast<F*>(p.ring) + (static_cast<long long>(slot) * p.columns + column) * p.C
-            + c;
-    };
+    const Ring<F, N> ring{p.ring, p.origin, p.columns, p.B, p.C, b, c};
     for (int s = 0; s < p.T; ++s) {
         const int t = p.steps + s;
         const long long step = (static_cast<long long>(s) * p.B + b) * p.C + c;
         Pack<F, N> sum = {};
         for (int k = max(p.taps - 1 - t, 0); k < p.taps - 1; ++k) {
             const int slot = (t + 1 + k) % p.taps;  // of step t - (taps - 1) + k
-            const int column = p.origin ? p.origin[static_cast<long long>(slot) * p.B + b] : b;
-            multiply_add(sum, load<F, N>(slot_of(slot, column)),
+            multiply_add(sum, ring.at(slot),
                          load<X, N>(weight + static_cast<long long>(k) * p.C));
         }
         const Pack<F, N> row = widened<F>(load<X, N>(static_cast<const X*>(p.x) + step));
         multiply_add(sum, row, load<X, N>(weight + static_cast<long long>(p.taps - 1) * p.C));
-        *reinterpret_cast<Pack<F, N>*>(slot_of(t % p.taps, b)) = row;
-        if (p.origin && c == 0) p.origin[static_cast<long long>(t % p.taps) * p.B + b] = b;
+        ring.put(t % p.taps, row);
         store(static_cast<X*>(p.out) + step, sum, static_cast<F>(1));
     }
 }

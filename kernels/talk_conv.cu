@@ -36,6 +36,7 @@
 #include "windows.cuh"
 #include "forward.cuh"
 #include "backward.cuh"
+#include "ring.cuh"
 #include "decoding.cuh"
 
 // For one storage type X: kernels that move N channels at a time, or FEW where shared memory holds
