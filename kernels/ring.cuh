@@ -2,8 +2,8 @@
 // reads and writes N channels from c on of sequence b.
 //
 // Sequences may share rows of the past, so that a beam search copies none: `origin` has the column
-// of a slot of each sequence. A step writes a slot that no later one reads as it was, whoever shares
-// it; several steps at a time are only taken where nothing is shared.
+// of a slot of each sequence. The row that a step overwrites is read neither in this step nor in a
+// later one, whoever shares it; several steps at a time are only taken where nothing is shared.
 
 template <typename F, int N> struct Ring {
     void* rows;

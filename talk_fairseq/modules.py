@@ -333,21 +333,29 @@ class TaLKConvUnit(_RetainsDropout):
 
     def reorder_incremental_state(self, incremental_state, new_order):
         """Follow a beam search that keeps, drops or repeats rows of the batch."""
-        reorder_units([self], incremental_state, new_order)
+        _reorder_states([self], incremental_state, new_order)
 
 
-def reorder_units(units, incremental_state, new_order):
-    """Call ``unit.reorder_incremental_state(incremental_state, new_order)`` of all `units`.
+def reorder_units(modules, incremental_state, new_order):
+    """Call ``reorder_incremental_state(incremental_state, new_order)`` of those that have it.
 
-    They may be other modules too. The states of all TaLKConvUnits are reordered together.
+    The states of all TaLKConvUnits among the modules are reordered together.
     """
+    units = []
+    for module in modules:
+        reorder = getattr(type(module), "reorder_incremental_state", None)
+        if reorder is TaLKConvUnit.reorder_incremental_state:
+            units.append(module)
+        elif reorder is not None:
+            module.reorder_incremental_state(incremental_state, new_order)
+    _reorder_states(units, incremental_state, new_order)
+
+
+def _reorder_states(units, incremental_state, new_order):
     rings = []
     for unit in units:
-        if type(unit).reorder_incremental_state is not TaLKConvUnit.reorder_incremental_state:
-            unit.reorder_incremental_state(incremental_state, new_order)
-            continue
         for state in unit._get_input_buffer(incremental_state).values():
-            if isinstance(state, (TaLKConvState, ShortConvState)):
+            if type(state) in (TaLKConvState, ShortConvState):
                 rings.append(state)
             else:  # of one's own `convolution`
                 state.reorder(new_order)

@@ -129,8 +129,8 @@ class EncoderAttention(MultiheadAttention):
     def _encoder_state(self, key, value, key_padding_mask):
         """Return keys (N, H, R, S), which few queries read fastest so, values (N, H, S, R), padding
         (N, S) or None; if it aligns, the distances (N, 1, any, 1, S) of the next queries, and
-        positions (N, 1, 1, 1, S) relative to the query after these. All are tensors, which fairseq
-        reorders.
+        positions (N, 1, 1, 1, S) relative to the query after these. All are tensors, as fairseq's
+        own decoders reorder each entry.
         """
         if self.copies:
             key, tokens = key.chunk(2, dim=-1)
@@ -153,7 +153,7 @@ class EncoderAttention(MultiheadAttention):
 
 
 class SharingEncoder:
-    """What comes before fairseq's class of an encoder whose decoder is a SharingDecoder."""
+    """A mixin for the encoder of a SharingDecoder, to stand before fairseq's class."""
 
     def reorder_encoder_out(self, encoder_out, new_order):
         """Note the sentence of each row under "rows", which is all that a SharingDecoder needs."""
@@ -163,9 +163,9 @@ class SharingEncoder:
 
 
 class SharingDecoder:
-    """What comes before fairseq's class of a decoder whose layers have an EncoderAttention.
+    """A mixin for a decoder whose layers have an EncoderAttention, to stand before fairseq's class.
 
-    What the subclass has for its layers takes `encoder_out` as encoder_out_of_rows returns it.
+    The subclass calls `encoder_out_of_rows`, and gives its layers what that returns.
     """
 
     def encoder_out_of_rows(self, encoder_out, incremental_state):
@@ -184,7 +184,8 @@ class SharingDecoder:
             return encoder_out
         encoder_out = {**encoder_out, "rows": []}
         for name, axis in (("encoder_out", 1), ("encoder_padding_mask", 0)):
-            encoder_out[name] = [x.index_select(axis, rows) for x in encoder_out[name]]
+            found = encoder_out.get(name, [])  # a LightConv without padding has no mask
+            encoder_out[name] = [x.index_select(axis, rows) for x in found]
         return encoder_out
 
     def reorder_incremental_state_scripting(self, incremental_state, new_order):
@@ -194,7 +195,7 @@ class SharingDecoder:
         """
         names = "self_attn", "conv"  # of a Transformer's layer and of a LightConv's
         units = (getattr(layer, name, None) for layer in self.layers.children() for name in names)
-        reorder_units(filter(None, units), incremental_state, new_order)
+        reorder_units(units, incremental_state, new_order)
         states = self._attention_states(incremental_state)
         if not states:
             return

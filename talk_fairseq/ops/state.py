@@ -112,7 +112,7 @@ class ShortConvState(_Ring):
 def reorder_rings(states, new_order):
     """Call ``state.reorder(new_order)`` of all the states of these classes, of the same sequences.
 
-    A launch costs a decoding step more time on a GPU than what it does, so there is one for all.
+    On a GPU a launch takes longer than what it does here, so there are two for all.
     """
     if not states:
         return

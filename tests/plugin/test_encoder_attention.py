@@ -381,6 +381,42 @@ def test_later_steps_copy_no_encoder_output(model):
     assert model.decoder.encoder_out_of_rows(encoder_out, state) is encoder_out
 
 
+@torch.no_grad()
+def test_a_decoder_reorders_all_units_at_once(model):
+    """On a GPU each launch costs a step time: one for their states and one for the sentences."""
+    order, state = torch.tensor([1, 0, 2, 2]), {}
+    encoder_out = model.encoder.reorder_encoder_out(encode(model, [9, 4]), order // 2)
+    model.decoder(torch.randint(4, 99, (4, 1)), encoder_out=encoder_out, incremental_state=state)
+    assert len(model.decoder.layers) > 1
+    with torch.profiler.profile() as profiler:
+        model.decoder.reorder_incremental_state_scripting(state, order)
+    assert [event.name for event in profiler.events()].count("aten::index_select") == 2
+
+
+def test_units_of_ones_own_are_reordered_as_they_say(model):
+    """Also where they call what they override, or do not reorder at all."""
+    first, *others = model.decoder.layers
+    seen, state, order = [], {}, torch.tensor([1, 0])
+    class_ = type(first.self_attn)
+
+    class Own(class_):
+        def reorder_incremental_state(self, incremental_state, new_order):
+            seen.append(new_order)
+            super().reorder_incremental_state(incremental_state, new_order)
+
+    model.decoder(torch.randint(4, 99, (2, 1)), encode(model, [9, 4]), incremental_state=state)
+    first.self_attn.__class__, others[0].conv = Own, torch.nn.Conv1d(1, 1, 1)
+    try:
+        model.decoder.reorder_incremental_state_scripting(state, order)
+    finally:
+        first.self_attn.__class__ = class_
+        del others[0].conv
+    assert seen == [order]
+    for layer in model.decoder.layers:
+        for one in layer.self_attn._get_input_buffer(state).values():
+            assert one.origin[0].tolist() == [1, 0]
+
+
 def test_layers_without_a_unit_keep_no_state(model):
     model.decoder.layers.append(torch.nn.Identity())  # as a BaseLayer of fairseq has none
     try:

@@ -76,10 +76,15 @@ def test_translation(benchmark, run):
 
 def test_language_models_and_what_is_not_there(benchmark, run, monkeypatch):
     monkeypatch.setattr(benchmark, "BAND", 11)
-    out = run("--task lm --models talkconv,dynamicconv,dynamicconv-band --max-tokens 24")
+    names = "talkconv,dynamicconv,dynamicconv-band,dynamicconv-following"
+    out = run(f"--task lm --models {names} --max-tokens 24")
     (cell,) = out.cells
-    error = cell["results"].pop("dynamicconv-band")["error"]
-    assert error == "over 11 tokens fairseq unfolds" and error in out.printed
+    for form, expected in {
+        "band": "over 11 tokens fairseq unfolds",
+        "following": "a language model attends to no encoder",
+    }.items():
+        error = cell["results"].pop(f"dynamicconv-{form}")["error"]
+        assert error == expected and error in out.printed
     check_rows(cell, {"tokens": 24}, out.printed)
 
 
@@ -115,6 +120,7 @@ def test_models_are_what_they_say(benchmark):
     for name, kind in (
         ("dynamicconv", "DynamicConv_scripatable"),
         ("dynamicconv-band", "DynamicConv1dTBC"),
+        ("dynamicconv-following", "DynamicConv_scripatable"),
         ("lightconv", "LightweightConv1dTBC"),
     ):
         convs = [layer.conv for layer in layers(name)]

@@ -57,11 +57,12 @@ def test_aligning_refuses_targets_that_are_padded_on_the_left():
 
 
 @torch.no_grad()
-def test_steps_equal_full_passes(model):
+@pytest.mark.parametrize("padded", [True, False])
+def test_steps_equal_full_passes(model, padded):
     """Of two hypotheses a sentence, which a search repeats and reorders, then of one sentence."""
     source = torch.randint(4, WORDS, (2, 7))
-    source[1, :3] = model.encoder.padding_idx
-    encoder_out = model.encoder(source, torch.tensor([7, 4]))
+    source[1, :3] = model.encoder.padding_idx if padded else 5
+    encoder_out = model.encoder(source, torch.tensor([7, 4 if padded else 7]))
     assert encoder_out["encoder_out"][0].shape == (7, 2, 32)
     encoder_out = model.encoder.reorder_encoder_out(encoder_out, torch.tensor([0, 0, 1, 1]))
     target, state = torch.randint(4, WORDS, (4, 8)), {}

@@ -1,7 +1,7 @@
 """LightConv and DynamicConv whose attention to the encoder is that of ``--copy-attention``.
 
-With ``--align-attention`` and ``--follow-attention`` it is that of these options too. As there, the
-hypotheses of a sentence share the encoder's keys.
+With ``--align-attention`` and ``--follow-attention`` it is that of these options too. The
+hypotheses of a sentence share the encoder's keys, as they do in ``talkconv``.
 
 A user directory of fairseq, with which configs/verses/cpu_seq2seq.yaml tells what that attention
 does from what windows do.
