@@ -5,8 +5,11 @@ import sys
 
 
 def run(module):
-    """Run a module, such as ``"recipes.train"``, and end with its exit status."""
-    sys.exit(importlib.import_module(f"pipeline.{module}").main())
+    """Run a module, such as ``"recipes.train"``, and end with its exit status; Ctrl-C is 130."""
+    try:
+        sys.exit(importlib.import_module(f"pipeline.{module}").main())
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

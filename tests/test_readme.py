@@ -110,15 +110,18 @@ def pipeline_file(module):
 @pytest.mark.parametrize("page", PAGES)
 def test_options_of_scripts_exist(page):
     """Also in the text: each `--option` in the code that names a script is one of that script."""
-    code = blocks(page, "bash") + re.findall(r"`([^`]*)`", prose(page))
-    commands = [line for text in code for line in text.replace("\\\n", " ").splitlines()]
+    commands = [text.replace("\n", " ") for text in re.findall(r"`([^`]*)`", prose(page))]
+    for text in blocks(page, "bash"):
+        commands += text.replace("\\\n", " ").splitlines()
     for command in commands:
         if not (script := re.search(r"\bscripts/(?!test\.sh)\w+\.(?:py|sh)\b", command)):
             continue  # scripts/test.sh hands its arguments to pytest
         source = script_text(script[0])
         after = command[script.end() :].split(" #")[0]
-        for option in re.findall(r"(?<![\w'\"-])--[a-z][\w-]*", after):
-            assert re.search(rf"{option}\b(?!-)", source), f"{command}: {option}"
+        for option in re.findall(r"(?<![\w'\"-])--([a-z][\w-]*)", after):
+            made = option.replace("-", "[-_]")  # from a table of sizes or of names
+            known = rf"--{option}\b(?!-)|\b{made}=\d|\"{option}\""
+            assert re.search(known, source), f"{command}: --{option}"
 
 
 # --- Code ---

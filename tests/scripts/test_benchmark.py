@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -112,6 +113,14 @@ def test_an_interrupted_run_loses_no_other_cell(benchmark, tmp_path, monkeypatch
     assert [(cell["T"], cell["mode"]) for cell in cells] == [(5, mode) for mode in MODES]
     chosen = {name for name in benchmark.PEERS if name in ("copy", "TaLK") or "k=" in name}
     assert set(cells[0]["results"]) == {*chosen} - {"depthwise conv1d k=31"}
+
+
+def test_an_interrupted_run_shows_no_traceback(benchmark, monkeypatch):
+    from run import run
+
+    monkeypatch.setattr(benchmark, "main", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit, match="130"):
+        run("benchmarks.operator")
 
 
 def test_a_peer_that_fails_in_a_turn_is_dropped(benchmark, case, measured, monkeypatch):
