@@ -177,7 +177,7 @@ def plan_update(
 def plan_short_forward(dtype, aligned, shared_memory, T, B, C, taps, left):
     """Plan the forward pass of a short convolution."""
     kernel, width = _kernel(_WIDTH, NAMES[dtype], C, aligned)
-    blocks = (_ceil(_ceil(T, _SHORT_FORWARD) * B * (C // width), 128), 1, 1)
+    blocks = (_ceil(_runs(T, _SHORT_FORWARD, B) * (C // width), 128), 1, 1)
     numbers = {"T": T, "B": B, "C": C, "taps": taps, "left": left, "rows": _SHORT_FORWARD}
     launches = ((f"talk_short_forward_{kernel}", blocks, 128, 0),)
     return Plan(numbers, {}, launches, "short_conv.cu")
@@ -187,7 +187,7 @@ def plan_short_backward(dtype, aligned, shared_memory, T, B, C, taps, left):
     """Plan the backward pass of a short convolution: runs, and the sum over them."""
     kernel, width = _kernel(_WIDTH, NAMES[dtype], C, aligned)
     rows = min(max(_SHORT_BACKWARD, _ceil(T * B, 512)), _SHORT_MOST)  # some 512 runs or more
-    runs = _ceil(T, rows) * B
+    runs = _runs(T, rows, B)
     numbers = {"T": T, "B": B, "C": C, "taps": taps, "left": left, "rows": rows}
     workspace = {"sums": (runs * taps * C, torch.float64)}
     launches = (
@@ -248,6 +248,14 @@ def _tiles(T, tile):
     if T > 65535 * tile:
         raise ValueError(f"x: expected at most {65535 * tile:,} time steps on CUDA, got {T:,}")
     return _ceil(T, tile)
+
+
+def _runs(T, rows, B):
+    """Return the runs of `rows` time steps in B sequences, which the kernels count in 32 bits."""
+    runs, most = _ceil(T, rows) * B, 2**31 - 256
+    if max(T, runs) > most:
+        raise ValueError(f"x: expected at most {most:,} time steps on CUDA, got {T:,} of {B:,}")
+    return runs
 
 
 def _ceil(a, b):

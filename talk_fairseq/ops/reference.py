@@ -19,6 +19,7 @@ def talk_conv_reference(x, offset_left, offset_right, max_left, max_right):
     """
     T, B, C = x.shape
     H = offset_left.shape[2]
+    max_left, max_right = int(max_left), int(max_right)  # NumPy's overflow
     wide = sums_dtype(torch.float64, x.device)
     rows = x.to(wide).reshape(T, B, H, C // H)
     prefix = torch.cat([rows.new_zeros(1, *rows.shape[1:]), rows.cumsum(0)])

@@ -43,7 +43,9 @@ class _Ring:
             raise ValueError(f"state: expected device {x.device} as of x, got {rows.device}")
         if rows.dtype is not dtype:
             raise ValueError(f"state: expected one for {x.dtype} as of x, got {rows.dtype}")
-        if rows.is_cuda and torch.cuda.is_current_stream_capturing():
+        # torch.compile cannot trace the question.
+        traced = torch.compiler.is_compiling()
+        if rows.is_cuda and not traced and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("state: expected no capture of a CUDA graph, which has fixed steps")
 
     def reorder(self, new_order):
@@ -106,18 +108,24 @@ class ShortConvState(_Ring):
     __slots__ = ()
 
     def __init__(self, B, C, K, dtype=torch.float32, device="cpu"):
+        if K < 1:
+            raise ValueError(f"K: expected at least 1 tap, got {K}")
         super().__init__(torch.zeros(K, B, C, dtype=compute_dtype(dtype), device=device))
 
 
 def reorder_rings(states, new_order):
     """Call ``state.reorder(new_order)`` of all the states of these classes, of the same sequences.
 
-    On a GPU a launch takes longer than what it does here, so there are two for all.
+    On a GPU a launch takes longer than what it does here, so there are two for all on a device.
     """
-    if not states:
-        return
-    device, B = states[0].rows.device, states[0].B
-    new_order = torch.as_tensor(new_order, device=device)
+    for device in dict.fromkeys(state.rows.device for state in states):
+        here = [state for state in states if state.rows.device == device]
+        _reorder_on_a_device(here, torch.as_tensor(new_order, device=device))
+
+
+def _reorder_on_a_device(states, new_order):
+    """Do the same for states of one device, which is that of `new_order` too."""
+    device, B = new_order.device, states[0].B
     steps = [len(state.rows) for state in states]
     origins = [state.origin for state in states]
     if any(origin is None for origin in origins):

@@ -91,6 +91,7 @@ def talk_conv_update(x, offset_left, state, max_left):
     _validate(x, offset_left, None, max_left, 0)
     if not isinstance(state, TaLKConvState):
         raise TypeError(f"state: expected a TaLKConvState, got {type(state).__name__}")
+    max_left = int(max_left)  # NumPy's overflow
     return talk_conv_update_unchecked(x, offset_left, state, max_left)
 
 

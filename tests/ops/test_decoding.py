@@ -2,6 +2,7 @@
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from test_kernels_on_host import Host
@@ -157,6 +158,56 @@ def test_short_convolutions_follow_a_beam_search(backend, K, size):
         order = torch.randint(state.B, ([4, 2, 4, 6][step // size % 4],), generator=generator)
         state.reorder(order)
         past = past[order]
+
+
+@torch.no_grad()
+def test_sequences_that_other_blocks_keep(backend):
+    """Of a beam search whose rows are of many blocks of a GPU."""
+    B, C, K, max_left = 8, 1024, 8, 9
+    generator = torch.Generator().manual_seed(1)
+    x, offset = example(24, B, 4, C // 4)
+    weight = torch.randn(K, C, generator=generator)
+    states = TaLKConvState(B, C, max_left, device=backend), ShortConvState(B, C, K, device=backend)
+    past = torch.arange(B)[:, None].expand(-1, 0)
+    for step in range(24):
+        row, windows = x[step : step + 1].to(backend), offset[step : step + 1].to(backend)
+        outs = (
+            talk_conv_update(row, windows, states[0], max_left),
+            short_conv_update(row, weight.to(backend), states[1]),
+        )
+        past = torch.cat([past, torch.arange(B)[:, None]], dim=1)
+        seen = torch.arange(step + 1)[:, None], past.t()
+        expected = (
+            oracle.talk_conv(x[seen], offset[seen], None, max_left, 0)[-1:],
+            oracle.short_conv(x[seen], weight, x[seen], K - 1)[0][-1:],
+        )
+        for out, right in zip(outs, expected):
+            assert oracle.worst_error(out, right) <= oracle.TOLERANCE[torch.float32]
+        order = torch.randint(B, (B,), generator=generator)
+        reorder_rings(states, order)
+        past = past[order]
+
+
+def test_states_of_two_devices_are_reordered_on_their_own():
+    states = [ShortConvState(2, 4, 3, device=device) for device in ("cpu", "meta", "cpu")]
+    reorder_rings(states, torch.tensor([1, 0]))
+    assert [state.origin.device.type for state in states] == ["cpu", "meta", "cpu"]
+
+
+def test_a_state_has_a_tap():
+    with pytest.raises(ValueError, match="K: expected at least 1 tap, got 0"):
+        ShortConvState(2, 4, 0)
+
+
+def test_integers_of_numpy_do_not_overflow(backend):
+    x, offset = example(3, 2, 2, 4)
+    states = [TaLKConvState(2, 8, 127, device=backend) for _ in range(2)]
+    x, offset = x.to(backend), offset.to(backend)
+    ours, theirs = (
+        talk_conv_update(x, offset, state, max_left)
+        for state, max_left in zip(states, (127, np.int8(127)))
+    )
+    assert torch.equal(ours, theirs)
 
 
 def test_a_beam_search_copies_no_rows():

@@ -458,6 +458,10 @@ def test_shapes_beyond_a_grid():
     for plan in (cuda_plan.plan_forward, cuda_plan.plan_backward):
         with pytest.raises(ValueError, match=r"x: expected at most [\d,]+ time steps on CUDA"):
             plan(torch.float32, True, SHARED_MEMORY, 2**25, 1, 64, 1, 3, 3)
+    for plan in (cuda_plan.plan_short_forward, cuda_plan.plan_short_backward):
+        with pytest.raises(ValueError, match=r"x: expected at most [\d,]+ time steps on CUDA"):
+            plan(torch.float32, True, SHARED_MEMORY, 2**31 - 8, 1, 64, 8, 7)
+        plan(torch.float32, True, SHARED_MEMORY, 2**31 - 256, 1, 64, 8, 7)
     with pytest.raises(ValueError, match="x: expected at most 65,535 blocks along a side"):
         cuda_plan.plan_forward(torch.float32, True, SHARED_MEMORY, 1, 1, 2**22, 1, 3, 3)
     with pytest.raises(ValueError, match="x: expected less than 4 GiB a time step"):
