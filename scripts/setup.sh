@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv in the project's root with everything that setup.cfg asks for, at the versions of
-# constraints.txt. Quick when nothing changed. scripts/quickstart.sh and scripts/test.sh call it.
+# constraints.txt. Quick when nothing changed. The other scripts call it.
 set -euo pipefail
 
 usage() {
@@ -13,9 +13,9 @@ usage: scripts/setup.sh [operator] [cuda12|cuda13]
 
 The Python is $PYTHON, or the first of python3.11, python3.12, python3.13, python3 that is 3.11 to
 3.13, on the PATH or under pyenv. With 3.13, and on machines other than Linux on x86-64, fairseq is
-compiled, which takes a C++ compiler and some 4 minutes. A .venv that this script did not make, or
-that has another Python, stays as it is, and is an error. One that was moved, or whose Python is
-gone, is made again.
+compiled, which takes a C++ compiler and some 4 minutes. If .venv was not made by this script, or
+has another Python, it is left alone and the script stops. If it was moved, or its Python is gone,
+it is made again.
 USAGE
 }
 

@@ -1,7 +1,7 @@
 """Read untrusted files without running their code, and write files whole.
 
 Checkpoints are pickles, and their options are text that fairseq evaluates; both may come from
-anywhere. The package compat puts these functions in the place of fairseq's.
+anywhere. The package compat puts these functions in place of fairseq's.
 """
 
 import argparse

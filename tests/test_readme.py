@@ -119,8 +119,9 @@ def test_options_of_scripts_exist(page):
         source = script_text(script[0])
         after = command[script.end() :].split(" #")[0]
         for option in re.findall(r"(?<![\w'\"-])--([a-z][\w-]*)", after):
-            made = option.replace("-", "[-_]")  # from a table of sizes or of names
-            known = rf"--{option}\b(?!-)|\b{made}=\d|\"{option}\""
+            made, last = option.replace("-", "[-_]"), option.rpartition("-")[2]
+            # The others are made from tables, of sizes or of names, or for each side.
+            known = rf"--{option}\b(?!-)|\b{made}=\d|\"{option}\"|--{{side}}-{last}\b"
             assert re.search(known, source), f"{command}: --{option}"
 
 

@@ -17,7 +17,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerL
 
 @with_incremental_state
 class Retention(nn.Module):
-    """Multi-scale retention in the place of a decoder's self-attention.
+    """Multi-scale retention in place of a decoder's self-attention.
 
     ``out = (silu(x G) * norm((Q K^T * D) V)) O``: Q, K (C wide) and V (2 C wide) are projections of
     x, the first two turned by an angle that grows with the position; ``D[t, s]`` is

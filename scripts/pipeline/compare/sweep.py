@@ -84,10 +84,10 @@ def parse(arguments=None):
     options = parser("compare.sh", DESCRIPTION)
     add = options.add_argument
     add("--preset", choices=("cpu", "cpu_long", "cpu_small", "gpu"), default="cpu",
-        help="cpu: small models, an hour to two on two cores; cpu_long: translation and language "
-        "models by them, with five times as many updates and more dropout; cpu_small: the same by "
-        "the best systems with 1M parameters, and three seeds; gpu: models of IWSLT's size and "
-        "three seeds on one GPU (default: cpu)")  # fmt: skip
+        help="cpu: small models, 4 to 10 minutes for each rate of a system on two cores; cpu_long: "
+        "translation and language models by them, with five times as many updates and more "
+        "dropout; cpu_small: the same by the best systems with 1M parameters, and three seeds; "
+        "gpu: models of IWSLT's size and three seeds on one GPU (default: cpu)")  # fmt: skip
     add("--task", choices=TITLES, default="mt", help="see above (default: mt)")
     add("--data", type=Path, help="another corpus: {train,valid,test}.LANG, one sentence a line, "
         "also with .gz (default: data/bible-es-en)")  # fmt: skip

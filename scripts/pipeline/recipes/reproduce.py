@@ -17,7 +17,7 @@ from pipeline.recipes.config import check_average, find_config
 
 DESCRIPTION = """\
 Prepares the data of configs/NAME.yaml, trains the model, averages its last checkpoints, scores the
-test set and appends the result to results/NAME.json. Run again, it goes on where it was stopped.
+test set and appends the result to results/NAME.json. Run it again to continue.
 """
 
 
