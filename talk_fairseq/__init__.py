@@ -34,7 +34,7 @@ def _register_with_fairseq():
     root, chatty = logging.getLogger(), logging.getLogger("fairseq.tasks.text_to_speech")
     handlers, level = root.handlers[:], root.level
     chatty.setLevel(logging.WARNING)
-    if any(name.startswith("fairseq_cli.") for name in sys.modules):
+    if "fairseq_cli" in sys.modules:
         # Most commands import fairseq, which sets DEBUG, before they ask for this in vain.
         # Processes that are to say less, as all but the first of several, have their own.
         level = max(level, logging.getLevelName(os.environ.get("LOGLEVEL", "INFO").upper()))

@@ -57,7 +57,10 @@ def _spread_biases(heads, sides):
 def _head_windows(heads, largest):
     """Return a largest window for each head, in whole tokens: 2 to `largest`, in equal ratios."""
     end = math.log2(max(largest, 1))
-    return (2 ** torch.linspace(min(1, end), end, heads)).round().int().clamp(max=largest)
+    start = end if heads == 1 else min(1, end)
+    # Of one dtype, or they would not follow from the options alone.
+    powers = torch.linspace(start, end, heads, dtype=torch.float32)
+    return (2**powers).round().int().clamp(max=largest)
 
 
 class TaLKConv(_RetainsDropout):

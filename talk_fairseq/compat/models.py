@@ -15,7 +15,7 @@ from fairseq.models import (
 )
 from omegaconf import OmegaConf
 
-from talk_fairseq.compat.patching import patches, patches_command
+from talk_fairseq.compat.patching import command_module, patches, patches_command
 
 
 @patches("fairseq.utils", "get_activation_fn")
@@ -125,6 +125,6 @@ def end_commands_in_one_line(original, cfg, main, **kwargs):
         building = any(f.name in ("setup_task", "build_model", "build_criterion") for f in frames)
         compat = Path(__file__).parent
         refused = Path(frames[-1].filename).is_relative_to(compat.parent if building else compat)
-        if not refused or "fairseq_cli.hydra_train" in sys.modules:
+        if not refused or command_module("hydra_train"):
             raise
         sys.exit(f"{type(error).__name__}: {error}")

@@ -40,8 +40,15 @@ def patches_command(command, name):
 
     A command that is not imported is left alone: importing it would set up logging.
     """
-    module = sys.modules.get(f"fairseq_cli.{command}")
+    module = command_module(command)
     return patches(module, name) if module else lambda function: function
+
+
+def command_module(command):
+    """Return ``fairseq_cli.<command>`` if it is imported or runs by ``python -m``, else None."""
+    name, main = f"fairseq_cli.{command}", sys.modules["__main__"]
+    runs = getattr(getattr(main, "__spec__", None), "name", None) == name
+    return main if runs else sys.modules.get(name)
 
 
 def overlay(owner, alias, **names):

@@ -164,7 +164,7 @@ def set_windows(side, name):
     elif side.max_right is not None:
         right = window_list("encoder_max_right", side.max_right, side.layers)
     kept = kept_layers(name, side.layers_to_keep, side.layers)
-    side.kept = kept if side.layers_to_keep else None
+    side.kept, side.unpruned = (kept, side.layers) if side.layers_to_keep else (None, None)
     side.layers = len(kept)
     side.windows = iter([(left[layer], right[layer]) for layer in kept])
 

@@ -23,15 +23,22 @@ def kept_layers(name, keep, layers):
     return sorted(map(int, given))
 
 
-def prune_parameters(state_dict, name, kept):
-    """Return the parameters of the layers `kept` of the side `name`, renumbered.
+def prune_parameters(state_dict, name, kept, layers):
+    """Return the parameters of the layers `kept` of the `layers` of the side `name`, renumbered.
 
-    Those of a model that has no more layers stay as they are.
+    Those of a model that has no more layers stay as they are. Raises ValueError for one of another
+    number, such as a model that was pruned to other layers.
     """
     layer = re.compile(rf"({name}\.layers\.)(\d+)(\..*)")
     found = {key: layer.fullmatch(key) for key in state_dict}
-    if len({match[2] for match in found.values() if match}) <= len(kept):
+    count = len({match[2] for match in found.values() if match})
+    if count <= len(kept):
         return state_dict
+    if count != layers:
+        raise ValueError(
+            f"{name}_layers_to_keep: expected a checkpoint with {layers} layers, or with the "
+            f"{len(kept)} that are kept, got {count}"
+        )
     new = {str(number): str(index) for index, number in enumerate(kept)}
     return {
         match[1] + new[match[2]] + match[3] if match else key: state_dict[key]

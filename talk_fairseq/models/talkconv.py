@@ -156,9 +156,9 @@ class TaLKConvModelBase:
         fairseq's own pruning, from `model_cfg`, would leave out layers of a pruned model again.
         """
         for name in ("encoder", "decoder"):
-            kept = getattr(getattr(self.decoder.cfg, name), "kept", None)
-            if kept is not None:
-                state_dict = prune_parameters(state_dict, name, kept)
+            side = getattr(self.decoder.cfg, name)
+            if getattr(side, "kept", None) is not None:
+                state_dict = prune_parameters(state_dict, name, side.kept, side.unpruned)
         return super().load_state_dict(state_dict, strict)
 
 

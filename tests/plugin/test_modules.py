@@ -137,6 +137,15 @@ def test_spread_windows_are_exact_in_every_dtype():
     windows = conv.windows.clone()
     assert windows.tolist() == [2, 4, 7, 12, 21, 39, 70, 127]
     assert torch.equal(conv.half().windows, windows) and conv.windows.dtype == torch.int32
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(TaLKConv(64, 8, 127, spread_windows=True).windows, windows)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_one_head_has_the_largest_window():
+    assert TaLKConv(8, 1, 31, spread_windows=True).windows.tolist() == [31]
 
 
 def test_spread_windows_follow_from_the_options_alone():

@@ -318,6 +318,15 @@ def test_only_one_side_is_pruned():
     assert torch.equal(pruned.decoder.layers[1].fc1.weight, full.decoder.layers[1].fc1.weight)
 
 
+def test_a_pruned_model_is_not_pruned_to_other_layers():
+    """Its layers have other numbers than the windows, which parameters do not tell."""
+    pruned = build_model(from_flags(*FLAGS, "--encoder-layers-to-keep", "0,2"), task())
+    model = build_model(from_flags(*FLAGS, "--encoder-layers-to-keep", "1"), task())
+    message = "encoder_layers_to_keep: expected a checkpoint with 3 layers, or with the 1 that are"
+    with pytest.raises(ValueError, match=message):
+        model.load_state_dict(pruned.state_dict())
+
+
 @pytest.mark.parametrize("layers", ["3", "-1", "0,a", "1,1"])
 def test_layers_that_are_not_there_are_not_kept(layers):
     message = "encoder_layers_to_keep: expected different numbers from 0 to 2, as in 0,2, got "

@@ -63,6 +63,15 @@ def test_a_patch_that_is_applied_again_changes_nothing():
     assert owner.count() == 2
 
 
+def test_a_command_that_runs_as_a_module_is_patched(monkeypatch):
+    """As by ``python -m fairseq_cli.train`` or torchrun."""
+    main = SimpleNamespace(train=lambda: 1, __spec__=SimpleNamespace(name="fairseq_cli.train"))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    patching.patches_command("train", "train")(lambda original: original() + 1)
+    patching.patches_command("generate_of_another_name", "main")(None)  # which does not run
+    assert main.train() == 2
+
+
 def test_checkpoints_are_written_asynchronously_by_fairseq(tmp_path, monkeypatch):
     path = str(tmp_path / "a.pt")
     written = []
