@@ -244,6 +244,12 @@ def test_plot_training_command(tmp_path, capsys):
     assert output.read_bytes().endswith(b"IEND\xaeB`\x82")
     assert [path.name for path in output.parent.iterdir()] == ["curves.png"]
 
+    assert plot_training.main([*arguments, "--output", str(tmp_path / "curves.pdf")]) == 0
+    assert (tmp_path / "curves.pdf").read_bytes().startswith(b"%PDF")
+    assert plot_training.main([*arguments, "--output", str(tmp_path / "curves.doc")]) == 2
+    assert "Format 'doc' is not supported" in capsys.readouterr().err
+    assert not (tmp_path / "curves.doc").exists()
+
 
 NO_LOG = (
     "expected a log of fairseq-train in the formats simple or json, or a folder with one, got none"

@@ -124,7 +124,7 @@ def main(arguments=None):
     parser = command.parser("plot_training.py", __doc__)
     add = parser.add_argument
     add("runs", nargs="+", metavar="[NAME=]RUN", help="logs, or folders with one")
-    add("--output", type=Path, default=Path("curves.png"), help="default: curves.png")
+    add("--output", type=Path, default=Path("curves.png"), help="or .pdf (default: curves.png)")
     args = parser.parse_args(arguments)
 
     def draw():

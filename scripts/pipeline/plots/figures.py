@@ -25,9 +25,9 @@ def looks(count):
 
 
 def save_figure(figure, path, **options):
-    """Write `figure` as PNG to `path`, whole or not at all; `options` are those of savefig."""
+    """Write `figure` in the format that `path` ends with, or PNG, whole or not at all."""
     with whole(path) as part:
-        figure.savefig(part, format="png", dpi=120, **options)
+        figure.savefig(part, format=path.suffix[1:] or "png", dpi=120, **options)
 
 
 def panel_grid(count, columns, width, height):
