@@ -140,7 +140,7 @@ def test_commands_end_in_the_message_alone(flags, monkeypatch):
     cfg = from_flags("--arch", "talkconv", *flags.split())
     with pytest.raises(SystemExit, match=r"^ValueError: \w+: expected .*, got "):
         run_as_a_command(cfg, translation)
-    monkeypatch.setitem(sys.modules, "fairseq_cli.hydra_train", None)
+    monkeypatch.setitem(sys.modules, "fairseq_cli.hydra_train", sys)
     with pytest.raises(ValueError, match=r"^\w+: expected .*, got "):
         run_as_a_command(cfg, translation)
 
