@@ -254,7 +254,7 @@ def _runs(T, rows, B):
     """Return the runs of `rows` time steps in B sequences, which the kernels count in 32 bits."""
     runs, most = _ceil(T, rows) * B, 2**31 - 256
     if max(T, runs) > most:
-        raise ValueError(f"x: expected at most {most:,} time steps on CUDA, got {T:,} of {B:,}")
+        raise ValueError(f"x: expected at most {most:,} time steps on CUDA, got {T:,} x {B:,}")
     return runs
 
 
