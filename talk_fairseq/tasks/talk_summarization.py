@@ -85,7 +85,7 @@ class TaLKSummarizationTask(TranslationTask):
         if getattr(args, "max_len_a", 0) == 0 and shortest > longest:
             raise ValueError(f"min_len: expected at most max_len_b = {longest}, got {shortest}")
         if self.cfg.stepwise_lenpen:
-            for other in ("unnormalized", "print_alignment", "match_source_len"):
+            for other in ("unnormalized", "print_alignment"):
                 if getattr(args, other, None):
                     raise ValueError(f"stepwise_lenpen: expected no {other} beside it")
             seq_gen_cls = seq_gen_cls or StepwiseLengthPenaltyGenerator

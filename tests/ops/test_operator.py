@@ -456,8 +456,8 @@ def test_sizes_of_numpy():
     expected = talk_conv(X + 1, OFFSET + 0.3, OFFSET, 2, 1)
     got = talk_conv(X + 1, OFFSET + 0.3, OFFSET, np.int64(2), np.int32(1))
     assert torch.equal(got, expected)
-    wide = talk_conv_reference(X, OFFSET, OFFSET, np.int8(127), np.int8(127))
-    assert torch.equal(wide, talk_conv_reference(X, OFFSET, OFFSET, 127, 127))
+    wide = talk_conv_reference(X + 1, OFFSET, OFFSET, np.int8(127), np.int8(127))
+    assert torch.equal(wide, talk_conv_reference(X + 1, OFFSET, OFFSET, 127, 127))
 
 
 @pytest.mark.parametrize(

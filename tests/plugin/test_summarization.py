@@ -104,7 +104,7 @@ def test_bad_options(corpus, given, message):
         ({"min_len": 9, "max_len_b": 8}, "min_len: expected at most max_len_b = 8, got 9"),
         ({"unnormalized": True}, "stepwise_lenpen: expected no unnormalized beside it"),
         ({"print_alignment": "hard"}, "stepwise_lenpen: expected no print_alignment beside it"),
-        ({"match_source_len": True}, "stepwise_lenpen: expected no match_source_len beside it"),
+        ({"match_source_len": True}, "stepwise_lenpen: expected beam search, got LengthConstr"),
         ({"sampling": True}, "stepwise_lenpen: expected beam search, got Sampling"),
         ({"diverse_beam_groups": 2}, "stepwise_lenpen: expected beam search, got DiverseBeam"),
     ],
