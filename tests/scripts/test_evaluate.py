@@ -392,10 +392,17 @@ def test_what_is_not_the_published_data():
 
 
 def test_one_checkpoint_of_a_run_is_no_mean(verses, folder_of_a_run):
-    shutil.copy(folder_of_a_run / "checkpoint_best.pt", folder_of_a_run / "averaged.pt")
-    for name, changed in (("checkpoint3.pt", {"average": 1}), ("averaged.pt", {})):
+    for name in ("averaged.pt", "checkpoint.best_loss_2.pt"):
+        shutil.copy(folder_of_a_run / "checkpoint_best.pt", folder_of_a_run / name)
+    one = {"average": 1}
+    names = {"checkpoint3.pt": one, "checkpoint.best_loss_2.pt": one, "averaged.pt": {}}
+    for name, changed in names.items():
         row = evaluation(EN_DE, folder_of_a_run / name, "--data", verses)
         assert row.average == 1 and row.changed == changed
+
+
+def test_data_may_be_an_override_as_in_training(verses, folder_of_a_run):
+    assert evaluation(EN_DE, folder_of_a_run, f"task.data={verses}").data == verses
 
 
 def test_data_of_ones_own_needs_no_script(tmp_path):

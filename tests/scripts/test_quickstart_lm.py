@@ -189,6 +189,10 @@ def test_a_long_source_is_cut_where_that_is_asked_for(tmp_path):
     pieces = (tmp_path / "corpus/pieces/test.en").read_text().split()
     assert len(pieces) == 7 and "".join(pieces) in "▁God▁said." * 7
     assert len((tmp_path / "corpus/pieces/test.es").read_text().split()) >= 18  # a target is whole
+    sides = ["en", "simple.en"]
+    simple = {f"{split}.{side}": corpus["test.es"] for split in ("train", "test") for side in sides}
+    counts = prepare.prepare(simple, sides, 300, tmp_path / "simple", cut_source=7)
+    assert counts["test.en"] == 7 and counts["test.simple.en"] >= 18
     assert (tmp_path / "corpus/test.en").read_text() == corpus["test.en"][0] + "\n"
 
 

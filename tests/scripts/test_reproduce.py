@@ -180,6 +180,15 @@ def test_a_dry_run_prints_the_commands_of_the_steps(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_folders_may_be_overrides_as_in_training(tmp_path):
+    overrides = [f"task.data={tmp_path / 'bin'}", f"checkpoint.save_dir={tmp_path / 'run'}"]
+    done = reproduce("iwslt14_de_en/talkconv", "--prepare", "--download", *overrides, "--dry-run")
+    prepare, train, evaluate = done.stdout.replace(str(tmp_path), "T").splitlines()
+    assert prepare.startswith("scripts/prepare_iwslt14_de_en.sh --output T/bin ")
+    assert train.startswith("scripts/train.sh iwslt14_de_en/talkconv --data T/bin --save-dir T/run")
+    assert evaluate.startswith("scripts/evaluate.sh iwslt14_de_en/talkconv T/run --data T/bin ")
+
+
 def test_what_is_trained_anew_is_scored_anew(tmp_path, monkeypatch):
     """Also where the words of scoring stay the same, and where the training before failed."""
     ran, status = [], 0

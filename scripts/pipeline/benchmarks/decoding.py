@@ -56,7 +56,7 @@ def measure(cell, task, args, report):
         model = build_model(name, task, args)
         # Its hypotheses have `length` tokens and an end.
         generator = build_generator(model, task, beam=beam, min_len=length, max_len_b=length)
-        return lambda: harness.timed(partial(generator.generate, [model], batch))[0]
+        return lambda: harness.timed(partial(generator.generate, [model], batch))
 
     amounts = {"sentences": B, "tokens": B * (length + 1)}
     models.measure(cell, prepare, amounts, args, report, enough=args.limit / 4)

@@ -14,7 +14,7 @@ import torch
 
 from pipeline.common.command import at_least, parser
 from pipeline.common.files import write_json
-from pipeline.common.machine import machine
+from pipeline.common.machine import has_gpu, machine
 from pipeline.common.tables import markdown
 
 # The columns of a table, and what a number of a row is multiplied by to stand there.
@@ -42,13 +42,13 @@ def why_not(error):
 
 
 def timed(step):
-    """Return ``(seconds, result)`` of one call of `step`, with its work on a GPU."""
+    """Return the seconds of one call of `step`, with its work on a GPU."""
     wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     wait()
     start = time.perf_counter()
-    result = step()
+    step()
     wait()
-    return time.perf_counter() - start, result
+    return time.perf_counter() - start
 
 
 def in_turn(steps, turns):
@@ -211,7 +211,7 @@ def option_parser(name, description, turns, limit, output):
     options = parser(name, description)
     add = options.add_argument
     add("--cpu", dest="device", action="store_const", const="cpu",
-        default="cuda" if torch.cuda.is_available() else "cpu",
+        default="cuda" if has_gpu() else "cpu",
         help="measure the CPU where there is a GPU")  # fmt: skip
     add("--turns", type=at_least(1), default=turns, help=f"for medians (default: {turns})")
     add("--limit", type=at_least(0, float), default=limit, metavar="SECONDS",

@@ -280,7 +280,7 @@ def seconds_of(step, count):
         for _ in range(count):
             step()
 
-    return harness.timed(iterations)[0] / count
+    return harness.timed(iterations) / count
 
 
 def predicted(name, cell, cells):

@@ -130,7 +130,7 @@ def measure(precision, batches, args, report):
             trainer.zero_grad()  # else the next step would free what counts as its own
 
         row["parameters"] = sum(p.numel() for p in trainer.model.parameters())
-        return lambda: harness.timed(train)[0]
+        return lambda: harness.timed(train)
 
     tokens = sum(batch["ntokens"] for batch in batches)
     cell = {"task": args.task, "precision": precision}

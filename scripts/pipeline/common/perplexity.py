@@ -51,13 +51,11 @@ class TestSet:
         return {"perplexity_per_token": 2**loss, "perplexity_per_word": per_word}
 
 
-def read_model(checkpoint, tokens):
-    """Return ``(facts, loss in bits a token)`` of a checkpoint that fairseq-eval-lm scored.
+def read_score(evaluated, tokens):
+    """Return ``(parameters, loss in bits a token)`` of a file of what fairseq-eval-lm printed.
 
-    What that printed stands beside it, as ``NAME.txt`` of ``NAME.pt``. Raises ValueError unless
-    that is one score, of `tokens` tokens.
+    Raises ValueError unless it has one score, of `tokens` tokens.
     """
-    evaluated = checkpoint.with_suffix(".txt")
     found = re.findall(SCORE, evaluated.read_text(encoding="utf-8"), re.DOTALL)
     if len(found) != 1:
         raise ValueError(f"{evaluated}: expected the output of fairseq-eval-lm, once")
@@ -65,9 +63,18 @@ def read_model(checkpoint, tokens):
     if scored != tokens:
         got = f"{scored:,.0f}"
         raise ValueError(f"{evaluated}: expected a score of all {tokens:,} tokens, got {got}")
+    return round(parameters), loss
+
+
+def read_model(checkpoint, tokens):
+    """Return ``(facts, loss in bits a token)`` of a checkpoint that fairseq-eval-lm scored.
+
+    What that printed stands beside it, as ``NAME.txt`` of ``NAME.pt``; see `read_score`.
+    """
+    parameters, loss = read_score(checkpoint.with_suffix(".txt"), tokens)
     state = read_checkpoint(checkpoint)
     facts = {
-        "parameters": round(parameters),
+        "parameters": parameters,
         "updates": state["optimizer_history"][-1]["num_updates"],
         "seconds": round(state["extra_state"]["previous_training_time"]),
     }

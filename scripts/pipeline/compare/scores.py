@@ -72,14 +72,14 @@ def score_translations(results, corpus, languages, folder_of):
 
 def score_models(results, corpus, languages, folder_of):
     """Score by the perplexity per token and per word, also of the unigram."""
-    from pipeline.common.perplexity import TestSet, read_model
+    from pipeline.common.perplexity import TestSet, read_score
 
     test = TestSet(corpus, languages[0])
     results["test"] = test.counts
     for name, row in results["systems"].items():
         for seed, scores in row["seeds"].items():
-            checkpoint = folder_of(name, seed) / "averaged.pt"
-            scores.update(test.perplexities(read_model(checkpoint, test.counts["tokens"])[1]))
+            evaluated = folder_of(name, seed) / "averaged.txt"
+            scores.update(test.perplexities(read_score(evaluated, test.counts["tokens"])[1]))
     results["unigram"] = test.perplexities(test.unigram_loss)
     return ["perplexity_per_word"]
 
@@ -101,9 +101,9 @@ def score_summaries(results, corpus, languages, folder_of):
     for name, row in results["systems"].items():
         for seed, scores in row["seeds"].items():
             hypotheses = read_hypotheses(folder_of(name, seed) / "generated", len(references))
-            scores.update(rouge(hypotheses, references))
-            pairs = zip(hypotheses, references)
-            each[name, seed] = [rouge([ours], [theirs])["rouge_2"] for ours, theirs in pairs]
+            of_each = [rouge([ours], [theirs]) for ours, theirs in zip(hypotheses, references)]
+            scores |= {kind: statistics.mean(one[kind] for one in of_each) for kind in KINDS}
+            each[name, seed] = [one["rouge_2"] for one in of_each]
     for (name, seed), found in each.items():
         baseline = each.get((results["reference"], seed))
         if baseline and name != results["reference"]:

@@ -37,7 +37,7 @@ def measure_speeds(args, words, checkpoints):
             row[what] = {"tokens": tokens, "memory": memory, "operations": operations}
         seconds = {call: [] for call in calls}
         for call in in_turn(calls, args.turns):
-            seconds[call].append(timed(calls[call])[0])
+            seconds[call].append(timed(calls[call]))
         for name, row in rows.items():
             turns = [sum(turn) for turn in zip(*(seconds[name, i] for i in range(len(batches))))]
             row[what] |= {"turns": turns, "seconds": statistics.median(turns)}

@@ -89,7 +89,7 @@ def prepare(corpus, languages, vocabulary, output, cut_source=None):
     counts = {}
     for name, sentences in corpus.items():
         encoded = pieces.encode(sentences, out_type=str)
-        if name.endswith(f".{languages[0]}"):
+        if name.partition(".")[2] == languages[0]:
             encoded = [sentence[:cut_source] for sentence in encoded]
         lengths = [len(sentence) for sentence in encoded]
         if len(languages) == 2 and max(lengths) > LONGEST:

@@ -71,8 +71,10 @@ class Writer(ExitStack):
 
     def __init__(self, paths):
         super().__init__()
-        opened = [open(path, "w", encoding="utf-8", newline="\n") for path in paths]
-        self.lines, self.files = 0, [self.enter_context(file) for file in opened]
+        self.lines, self.files = 0, []
+        for path in paths:
+            file = open(path, "w", encoding="utf-8", newline="\n")
+            self.files.append(self.enter_context(file))
 
     def write(self, lines):
         self.lines += 1

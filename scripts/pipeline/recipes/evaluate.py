@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
 from omegaconf import OmegaConf
 from sacrebleu.metrics import BLEU, CHRF
 from sacremoses import MosesDetokenizer
@@ -18,6 +17,7 @@ from pipeline.common import command
 from pipeline.common.command import BadInput
 from pipeline.common.files import read_json, read_lines, write_json, write_lines
 from pipeline.common.logs import read_hypotheses
+from pipeline.common.machine import has_gpu
 from pipeline.common.paths import ROOT
 from pipeline.data.benchmarks import BENCHMARKS
 from pipeline.recipes import config as configs
@@ -118,7 +118,8 @@ def parse(arguments):
     add("name", metavar="NAME", help="a file of configs/, without .yaml")
     add("checkpoints", metavar="CHECKPOINTS", help="the folder of a run, or one checkpoint")
     add("overrides", nargs="*", metavar="GROUP.KEY=VALUE", help="options that replace the config's")
-    add("--data", help="folder of scripts/prepare_BENCHMARK.sh (default: data-bin/BENCHMARK)")
+    add("--data", help="folder of scripts/prepare_BENCHMARK.sh (default: the config's, or "
+        "data-bin/BENCHMARK)")  # fmt: skip
     add("--split", choices=("test", "valid"), default="test", help="what to score")
     add("--average", type=command.at_least(1), metavar="N", help="(default: the config's)")
     add("--tune", action="store_true", help="choose the number of averaged checkpoints, the length "
@@ -204,7 +205,8 @@ class Evaluation:
         self.config = configs.with_overrides(recipe, args.overrides)
         configs.check_options(self.config)
         self.benchmark = self.name.partition("/")[0]
-        self.data = Path(args.data or ROOT / "data-bin" / self.benchmark).absolute()
+        data = args.data or OmegaConf.select(self.config, "task.data")
+        self.data = Path(data or ROOT / "data-bin" / self.benchmark).absolute()
         self.prepared = read_prepared(self.name, self.data)
         for split in [args.split, "valid"] if args.tune else [args.split]:
             if split not in self.prepared["lines"]:
@@ -216,12 +218,13 @@ class Evaluation:
         folder = self.checkpoints if self.is_run else self.checkpoints.parent
         self.changed = other_settings(self.name, recipe, self.config, folder)
         self.output = Path(args.output).absolute() if args.output else folder / "evaluation"
-        self.on_cpu = args.cpu or not torch.cuda.is_available()
+        self.on_cpu = args.cpu or not has_gpu()
         self.reported = REPORTED.get(self.benchmark, "tokenised_bleu")
         count = recipe_average(self.config)[0]
         self.average = args.average or (count if self.is_run else 1)
         # A file may be the recipe's mean, unless it has a name that training gives.
-        one = re.fullmatch(r"checkpoint(_best|_last|\d+|_\d+_\d+)\.pt", self.checkpoints.name)
+        given = r"checkpoint(_best|_last|\d+|_\d+_\d+|\.best_.+)\.pt"
+        one = re.fullmatch(given, self.checkpoints.name)
         if self.average != (count if self.is_run or one else 1):
             self.changed["average"] = self.average
         self._ready = None  # (average, the file of it)

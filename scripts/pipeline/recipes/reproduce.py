@@ -5,6 +5,8 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 from pipeline.common import command
 from pipeline.common.command import BadInput, in_shell, run_module
 from pipeline.common.files import write_whole
@@ -13,7 +15,7 @@ from pipeline.common.paths import ROOT
 from pipeline.common.systems import words
 from pipeline.data.benchmarks import BENCHMARKS
 from pipeline.recipes import train
-from pipeline.recipes.config import check_average, find_config
+from pipeline.recipes.config import check_average, read_config, with_overrides
 
 DESCRIPTION = """\
 Prepares the data of configs/NAME.yaml, trains the model, averages its last checkpoints, scores the
@@ -35,8 +37,8 @@ def parse(arguments):
     add("--devices", metavar="N", help="as for scripts/train.sh")
     add("--precision", choices=("fp32", "fp16", "bf16"), help="as for scripts/train.sh")
     add("--cpu", action="store_true", help="use no GPU")
-    add("--data-bin", metavar="DIR", help="the prepared data (default: data-bin/BENCHMARK)")
-    add("--save-dir", metavar="DIR", help="the checkpoints (default: checkpoints/NAME)")
+    add("--data-bin", metavar="DIR", help="the prepared data (default: as for train.sh)")
+    add("--save-dir", metavar="DIR", help="the checkpoints (default: as for train.sh)")
     add("--results", metavar="FILE", help="where the result goes (default: results/NAME.json)")
     add("--dry-run", action="store_true", help="print the command of each step and stop")
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -55,11 +57,14 @@ def steps_of(args):
     """
     from pipeline.recipes import evaluate  # with fairseq
 
-    name = find_config(args.name)[0]
+    name, config = read_config(args.name)
+    config = with_overrides(config, args.overrides)
     benchmark = name.partition("/")[0]
     script = f"prepare_{benchmark}"
-    data_bin = Path(args.data_bin or ROOT / "data-bin" / benchmark)
-    save_dir = Path(args.save_dir or ROOT / "checkpoints" / name)
+    data_bin = args.data_bin or OmegaConf.select(config, "task.data")
+    data_bin = Path(data_bin or ROOT / "data-bin" / benchmark)
+    save_dir = args.save_dir or OmegaConf.select(config, "checkpoint.save_dir")
+    save_dir = Path(save_dir or ROOT / "checkpoints" / name)
     results = Path(args.results or ROOT / "results" / f"{name}.json")
 
     prepare = [word for place in args.data for word in ("--data", place)]
