@@ -22,7 +22,7 @@ struct ShortProblem {
     void* ring;          // (taps, columns, C) of a decoder, in what x is computed in
     int* origin;         // (taps, B): the column of a slot of each sequence; null for its own
     int T, B, C;
-    int taps, left;      // of which so many read earlier rows
+    int taps, left;      // left: the taps that read earlier rows
     int rows;            // of a run
     int steps, columns;  // of a decoder: the steps before these
 };

@@ -18,7 +18,7 @@
 //
 // An end that reaches past the sequence stops at its first or last row and has no fraction.
 // u is formed in double from an offset of at most 53 bits, and t is only ever added to whole
-// rows: an error in u - floor(u) would not depend on t. A negative or NaN offset becomes the
+// rows: an error in u - floor(u) does not grow with t. A negative or NaN offset becomes the
 // window "lo = t + 1 (or hi = t - 1) with a fraction of NaN": row t is then NaN in every formula
 // below, with no case of its own.
 //

@@ -14,7 +14,7 @@ __device__ inline unsigned short talk_float_to_half(float value) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
 }
-// What the compiler forgets how it came about, and computes nothing ahead from.
+// Hides from the compiler how a value came about, so that it computes nothing from it in advance.
 __device__ inline void talk_opaque(int& number) { asm volatile("" : "+r"(number)); }
 __device__ inline void talk_opaque(unsigned int& number) { asm volatile("" : "+r"(number)); }
 __device__ inline void talk_opaque(float& number) { asm volatile("" : "+f"(number)); }
@@ -50,8 +50,8 @@ __device__ inline void prefetch(const void* address) {
 struct float16 { unsigned short bits; };
 struct bfloat16 { unsigned short bits; };
 
-// What a storage type is computed in, what many of its rows are added up in, and what stands for 1
-// in sums of rows. bfloat16 reaches as far as float32, which would overflow: sums hold 2^-16 of it,
+// For each storage type: the type that it is computed in, the type that many of its rows are added
+// up in, and what stands for 1 in such sums. bfloat16 reaches as far as float32, which would overflow: sums hold 2^-16 of it,
 // with room for 65,536 of its largest rows. Its least number, 2^-133, becomes 2^-149, float32's
 // least (where small floats are flushed to 0, sums below 2^-110 are).
 template <typename Compute_, typename Sum_, int bits = 0> struct TypesOf {
@@ -173,8 +173,8 @@ __device__ inline void store(X* to, const Pack<F, N>& value, F scale) {
     *reinterpret_cast<Pack<X, N>*>(to) = stored;
 }
 
-// A kernel of blocks of at most so many threads, of which so many blocks are to share the 65,536
-// registers of a multiprocessor.
+// A kernel of at most `threads` threads a block, of which `blocks` blocks are meant to share the
+// 65,536 registers of a multiprocessor.
 #define TALK_KERNEL(name, type, Problem, threads, blocks, call)                                    \
     extern "C" __global__ void __launch_bounds__(threads, blocks) name##_##type(const Problem p) { \
         call;                                                                                      \

@@ -33,12 +33,12 @@ struct Problem {
     int staged;                // rows of a tile with its halo; backward
     int buckets;               // rows of whole chunks, and 1; large windows, backward
     int float32_offsets;       // beside a half x
-    int ring, columns, steps;  // decoding: `sums` is (ring, columns, C), after so many time steps
+    int ring, columns, steps;  // decoding: `sums` is (ring, columns, C), after `steps` steps
 };
 
 // -------------------------------------------------------------------------------------- windows
 
-// What one of a sum of rows is worth in out or dx.
+// The factor from a sum of rows to out or dx.
 template <typename X>
 __device__ inline typename Types<X>::Compute scale_of_sums(const Problem& p) {
     return static_cast<typename Types<X>::Compute>(p.scale) / Types<X>::unit;

@@ -35,8 +35,8 @@ def _register_with_fairseq():
     handlers, level = root.handlers[:], root.level
     chatty.setLevel(logging.WARNING)
     if "fairseq_cli" in sys.modules:
-        # Most commands import fairseq, which sets DEBUG, before they ask for this in vain.
-        # Processes that are to say less, as all but the first of several, have their own.
+        # Importing fairseq sets DEBUG, after which its commands' own setting has no effect. Worker
+        # processes may be quieter already, and stay so.
         level = max(level, logging.getLevelName(os.environ.get("LOGLEVEL", "INFO").upper()))
     if "fairseq" in sys.modules and (numba := logging.getLogger("numba")).level == logging.NOTSET:
         numba.setLevel(logging.WARNING)  # thousands of lines for each kernel where root has DEBUG

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from talk_fairseq.ops.short_conv import short_conv, short_conv_update
-from talk_fairseq.ops.state import ShortConvState, TaLKConvState, reorder_rings
+from talk_fairseq.ops.state import ShortConvState, TaLKConvState, compute_dtype, reorder_rings
 from talk_fairseq.ops.talk_conv import talk_conv, talk_conv_update_unchecked
 
 
@@ -155,10 +155,13 @@ class TaLKConv(_RetainsDropout):
         return offset * self.windows[side * self.heads :][: self.heads] / largest
 
     def forward(self, x):
-        """x (T, B, C) -> (T, B, C)."""
+        """x (T, B, C) -> (T, B, C); 16-bit types are rounded once, at the end."""
         offset_left, offset_right = self.predict_offsets(x)
-        out = talk_conv(x, offset_left, offset_right, self.max_left, self.max_right)
-        return self._normalized(out, offset_left, offset_right)
+        # In 16 bits, what the operator divides and `_normalized` multiplies may leave their range.
+        plain = self.normalize and not self.root_normalize and self.windows is None
+        rows = x if plain else x.to(compute_dtype(x.dtype))
+        out = talk_conv(rows, offset_left, offset_right, self.max_left, self.max_right)
+        return self._normalized(out, offset_left, offset_right).to(x.dtype)
 
     def step(self, x, state=None):
         """Continue a sequence: the outputs for the new steps `x` (S, B, C), and its state.
@@ -255,7 +258,8 @@ class TaLKConvUnit(_RetainsDropout):
         options: the others of :class:`TaLKConv`, from `offset_dropout` on.
 
     Attributes:
-        convolution: the class of the windows, TaLKConv or one's own with its calls.
+        convolution: the class of the windows: TaLKConv, or one with the same constructor,
+            `forward` and `step`.
     """
 
     convolution = TaLKConv
@@ -360,6 +364,6 @@ def _reorder_states(units, incremental_state, new_order):
         for state in unit._get_input_buffer(incremental_state).values():
             if type(state) in (TaLKConvState, ShortConvState):
                 rings.append(state)
-            else:  # of one's own `convolution`
+            elif state is not None:  # of one's own `convolution`
                 state.reorder(new_order)
     reorder_rings(rings, new_order)

@@ -12,7 +12,7 @@ from talk_fairseq.compat.patching import overlay, patches
 def train_bf16_without_tpu(original, *args, **kwargs):
     """Switch ``--tpu`` off again, which the flag ``--bf16`` switches on, on a GPU too.
 
-    Without torch_xla there is no TPU. Without it: ``'NoneType' object has no attribute
+    There is no TPU without torch_xla. Without this patch: ``'NoneType' object has no attribute
     'xla_device'`` (YAML files do not have this).
     """
     parsed = original(*args, **kwargs)

@@ -25,7 +25,8 @@ def score_every_token(original, self, dataset, *args, max_positions=None, **kwar
     parts = max(kwargs.get("num_workers", 1), kwargs.get("num_shards", 1))
     if kwargs.get("context_window", 0) > 0 and parts > 1:
         raise ValueError(
-            f"expected one of --num-workers and --num-shards with --context-window, got {parts}"
+            "--context-window: expected at most 1 of --num-workers and of --num-shards, "
+            f"got {parts}"
         )
     if max_positions is not None:
         _, skipped = dataset.filter_indices_by_size(dataset.ordered_indices(), max_positions)

@@ -115,8 +115,8 @@ def end_commands_in_one_line(original, cfg, main, **kwargs):
     """End a command with the message alone where this package refuses its options.
 
     That is a ValueError that a patch raises, or that anything here raises while the task, the model
-    or the criterion is built. ``fairseq-hydra-train`` and who calls fairseq from Python get the
-    error itself. Without it: some fifty lines of traceback stand before the message.
+    or the criterion is built. ``fairseq-hydra-train`` and callers from Python get the error
+    itself. Without it: some fifty lines of traceback stand before the message.
     """
     try:
         return original(cfg, main, **kwargs)

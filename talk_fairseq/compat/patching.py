@@ -11,8 +11,8 @@ def patches(owner, name):
 
     `owner` is a module or a class, or its dotted name, which is imported. Class methods stay class
     methods: the class comes second. The original stays at ``owner.name.__wrapped__``. What is
-    patched already is left alone, as where a module is loaded again. Raises AttributeError where
-    fairseq has lost the name.
+    patched already is left alone, as where a module is loaded again. Raises AttributeError if
+    fairseq no longer has that name.
     """
     owner = _resolve(owner)
     original = getattr(owner, name)
@@ -54,7 +54,7 @@ def command_module(command):
 def overlay(owner, alias, **names):
     """Let ``owner`` see the module that it calls `alias` with these names replaced.
 
-    The module itself is not touched. Raises AttributeError where ``owner`` has lost it.
+    The module itself is not touched. Raises AttributeError if ``owner`` no longer has it.
     """
     owner = _resolve(owner)
     module = getattr(owner, alias)

@@ -105,6 +105,8 @@ def average_shared_parameters_once(original, self, new_model, updates=None):
     for name, value in new_model.state_dict().items():
         shared = isinstance(value, torch.Tensor) and value.numel() and value.data_ptr()
         first.setdefault(shared or name, (name, value))
+    for name in new_model.state_dict().keys() - dict(first.values()).keys():
+        self.fp32_params.pop(name, None)  # a copy in float32, which would stay as it is
     return original(self, SimpleNamespace(state_dict=lambda: dict(first.values())), updates)
 
 

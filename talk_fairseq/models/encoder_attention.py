@@ -137,7 +137,7 @@ class EncoderAttention(MultiheadAttention):
             value = key + tokens
         padding = None if key_padding_mask is None else key_padding_mask.bool()
         if self.follows:
-            if padding is not None:  # whose embedding is not zero where the output shares it
+            if padding is not None:  # its embedding does not stay 0 where the output shares it
                 tokens = tokens.masked_fill(padding.t().unsqueeze(-1), 0)
             key = key + F.pad(tokens[:-1], (0, 0, 0, 0, 1, 0))
         S, N, _ = key.shape

@@ -106,11 +106,11 @@ class TaLKConvDecoder(encoder_attention.SharingDecoder, transformer.TransformerD
 
 
 class TaLKConvModelBase:
-    """What the encoder-decoder and the language model share, before fairseq's class of a model.
+    """What the encoder-decoder and the language model share; it comes before fairseq's base class.
 
     Attributes:
-        unit: the class of what replaces self-attention in each layer, a TaLKConvUnit or one's own
-            subclass of it.
+        unit: the class of what replaces self-attention in each layer, TaLKConvUnit or a subclass
+            of it.
     """
 
     unit = TaLKConvUnit

@@ -17,17 +17,17 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-# A result of at least so many bytes is put on huge pages.
+# A result of at least this many bytes is put on huge pages.
 _LARGE = 4 << 20
 # For fewer elements, starting threads costs more than it saves.
 _SERIAL = 1 << 15
 # The same for steps of decoding, where an element takes about a nanosecond.
 _SERIAL_STEPS = 1 << 17
-# A task has so many time steps, unless windows are large.
+# Time steps of a task, unless windows are large.
 _CHUNK = 1024
-# A task has so many channels: enough to use whole memory pages, few enough for the ring to fit L2.
+# Channels of a task: enough to use whole memory pages, few enough for the ring to fit L2.
 _SLAB = 256
-# A task of a short convolution has at least so many channels, which fill a cache line.
+# The fewest channels of a task of a short convolution, which fill a cache line.
 _NARROW = 16
 # The tests replace this by a function that fills the memory with NaN.
 _empty = np.empty

@@ -7,7 +7,7 @@ window in the call. So their work does not depend on the windows, and their sums
 import numpy as np
 from numba import njit
 
-# The gradient of a short convolution's weights is summed in float32 over so many rows, and these
+# The gradient of a short convolution's weights is summed in float32 over this many rows, and these
 # sums are added in float64.
 _SHORT_SUM_ROWS = 64
 

@@ -25,9 +25,8 @@ def backend_name(x):
     if forced not in ("reference", "cpu", "cuda"):
         raise ValueError(f"TALK_CONV_BACKEND: expected reference, cpu or cuda, got {forced!r}")
     if forced != "reference" and forced != device:
-        raise ValueError(
-            f"TALK_CONV_BACKEND: expected {device} or reference for x on {x.device}, got {forced!r}"
-        )
+        fits = f"{device} or reference" if device in ("cpu", "cuda") else "reference"
+        raise ValueError(f"TALK_CONV_BACKEND: expected {fits} for x on {x.device}, got {forced!r}")
     return forced
 
 

@@ -53,7 +53,7 @@ def short_conv_update(x, weight, state):
     state.check(x, compute_dtype(x.dtype))
     S, K = len(x), len(weight)
     if len(state.rows) != K:
-        raise ValueError(f"state: expected one for {K} taps, as of weight, got {len(state.rows)}")
+        raise ValueError(f"state: expected one for {K} taps to match weight, got {len(state.rows)}")
     plain = steps_are_plain(x, weight, state.rows)
     if S > 1 or plain:
         state.settle()  # see talk_conv_update_unchecked
@@ -75,9 +75,9 @@ def _of_one_dtype(x, weight):
     """Return `x` and `weight` in the wider of their dtypes, or raise ValueError."""
     C = weight.shape[1]
     if x.dim() != 3 or x.shape[2] != C:
-        raise ValueError(f"x: expected shape (T, B, {C}) as of weight, got {tuple(x.shape)}")
+        raise ValueError(f"x: expected shape (T, B, {C}) to match weight, got {tuple(x.shape)}")
     if x.device != weight.device:
-        raise ValueError(f"x: expected device {weight.device} as of weight, got {x.device}")
+        raise ValueError(f"x: expected device {weight.device} to match weight, got {x.device}")
     dtype = torch.promote_types(x.dtype, weight.dtype)
     return x.to(dtype), weight.to(dtype)
 

@@ -6,12 +6,15 @@ import torch
 
 
 def compute_dtype(dtype):
-    """Return in what an `x` of `dtype` is computed: float32 for halves, else the same."""
+    """Return the dtype that an `x` of `dtype` is computed in: float32 for 16 bits, else its own."""
     return torch.float32 if dtype.itemsize == 2 else dtype
 
 
 def sums_dtype(dtype, device):
-    """Return in what an `x` of `dtype` is added up: float32 for halves, and where no float64 is."""
+    """Return the dtype that rows of an `x` are summed in.
+
+    It is float32 for 16-bit types and on devices without float64, else float64.
+    """
     return torch.float32 if dtype.itemsize == 2 or device.type == "mps" else torch.float64
 
 
@@ -36,13 +39,15 @@ class _Ring:
         RuntimeError in the capture of a CUDA graph: each replay would repeat the captured step.
         """
         _, B, C = x.shape
-        rows, columns = self.rows, self.rows.shape[2]
-        if (self.B, columns) != (B, C):
-            raise ValueError(f"state: expected B, C = {B}, {C} as of x, got {self.B}, {columns}")
+        rows, channels = self.rows, self.rows.shape[2]
+        if (self.B, channels) != (B, C):
+            raise ValueError(
+                f"state: expected B, C = {B}, {C} to match x, got {self.B}, {channels}"
+            )
         if rows.device != x.device:
-            raise ValueError(f"state: expected device {x.device} as of x, got {rows.device}")
+            raise ValueError(f"state: expected device {x.device} to match x, got {rows.device}")
         if rows.dtype is not dtype:
-            raise ValueError(f"state: expected one for {x.dtype} as of x, got {rows.dtype}")
+            raise ValueError(f"state: expected rows in {dtype} for {x.dtype}, got {rows.dtype}")
         # torch.compile cannot trace the question.
         traced = torch.compiler.is_compiling()
         if rows.is_cuda and not traced and torch.cuda.is_current_stream_capturing():

@@ -78,8 +78,8 @@ def talk_conv_update(x, offset_left, state, max_left):
         max_left: int >= 0, tokens that an offset of 1 reaches to the left.
 
     Returns:
-        (S, B, C) in x's dtype. An offset that is negative, NaN or beyond the state's reach gives
-        NaN.
+        (S, B, C) in x's dtype. An offset that is negative or NaN gives NaN. So does one beyond the
+        state's reach, once there have been so many steps; before, it ends at the first.
 
     Raises:
         TypeError, ValueError: as :func:`talk_conv`; TypeError for a `state` of another type,
@@ -135,7 +135,7 @@ def _validate(x, offset_left, offset_right, max_left, max_right):
     rows, sequences, H = heads = offset_left.shape
     if rows != T or sequences != B:
         raise ValueError(
-            f"offset_left: expected shape ({T}, {B}, H) as of x {T, B, C}, got {tuple(heads)}"
+            f"offset_left: expected shape ({T}, {B}, H) to match x {T, B, C}, got {tuple(heads)}"
         )
     if H == 0 or C % H:
         raise ValueError(f"offset_left: expected a number of heads that divides C = {C}, got {H}")
@@ -144,7 +144,7 @@ def _validate(x, offset_left, offset_right, max_left, max_right):
             raise ValueError(f"max_right: expected 0 without offset_right, got {max_right}")
     elif offset_right.shape != heads:
         raise ValueError(
-            f"offset_right: expected shape {tuple(heads)} as of offset_left, "
+            f"offset_right: expected shape {tuple(heads)} to match offset_left, "
             f"got {tuple(offset_right.shape)}"
         )
 
@@ -159,7 +159,7 @@ def _check_tensor(name, tensor, layout, device=None):
     if tensor.dim() != 3:
         raise ValueError(f"{name}: expected shape {layout}, got {tuple(tensor.shape)}")
     if device is not None and tensor.device != device:
-        raise ValueError(f"{name}: expected device {device} as of x, got {tensor.device}")
+        raise ValueError(f"{name}: expected device {device} to match x, got {tensor.device}")
 
 
 _forward = register(

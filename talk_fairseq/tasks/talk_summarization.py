@@ -198,8 +198,8 @@ class StepwiseLengthPenaltyBeamSearch(BeamSearch):
         ended = torch.cat([torch.ones_like(self.finished).bool(), tokens.eq(self.eos)], dim=1)
         self.finished = pool.masked_fill(~(in_beam & ended), -torch.inf).topk(beam).values
 
-        # What fell out of the beam takes the end for its token, which -inf never finishes: the
-        # decoder goes on computing these rows, and padding would be a hole in them.
+        # Candidates outside the beam get -inf and the end of a sentence, which is never finished
+        # with that score. The decoder computes these rows again, where padding would be masked.
         out = ~in_beam[:, beam:] | normalized.eq(-torch.inf)
         return scores.masked_fill(out, -torch.inf), tokens.masked_fill(out, self.eos), parents
 

@@ -370,10 +370,10 @@ def test_nothing_to_do(backend):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((3, 8, 5), "state: expected B, C = 2, 8 as of x, got 3, 8"),
-        ((2, 4, 5), "state: expected B, C = 2, 8 as of x, got 2, 4"),
-        ((2, 8, 5, torch.float16), "state: expected one for torch.float32 as of x"),
-        ((2, 8, 5, torch.float32, "meta"), "state: expected device cpu as of x, got meta"),
+        ((3, 8, 5), "state: expected B, C = 2, 8 to match x, got 3, 8"),
+        ((2, 4, 5), "state: expected B, C = 2, 8 to match x, got 2, 4"),
+        ((2, 8, 5, torch.float16), "state: expected rows in .* for torch.float32, got"),
+        ((2, 8, 5, torch.float32, "meta"), "state: expected device cpu to match x, got meta"),
     ],
 )
 def test_states_that_do_not_fit(arguments, message):
@@ -385,11 +385,11 @@ def test_states_that_do_not_fit(arguments, message):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((3, 8, 3), "state: expected B, C = 2, 8 as of x, got 3, 8"),
-        ((2, 4, 3), "state: expected B, C = 2, 8 as of x, got 2, 4"),
-        ((2, 8, 5), "state: expected one for 3 taps, as of weight, got 5"),
-        ((2, 8, 3, torch.float64), "state: expected one for torch.float32 as of x"),
-        ((2, 8, 3, torch.float32, "meta"), "state: expected device cpu as of x, got meta"),
+        ((3, 8, 3), "state: expected B, C = 2, 8 to match x, got 3, 8"),
+        ((2, 4, 3), "state: expected B, C = 2, 8 to match x, got 2, 4"),
+        ((2, 8, 5), "state: expected one for 3 taps to match weight, got 5"),
+        ((2, 8, 3, torch.float64), "state: expected rows in .* for torch.float32, got"),
+        ((2, 8, 3, torch.float32, "meta"), "state: expected device cpu to match x, got meta"),
     ],
 )
 def test_states_of_short_convolutions_that_do_not_fit(arguments, message):

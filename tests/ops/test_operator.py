@@ -471,6 +471,10 @@ def test_impossible_backend(monkeypatch, forced, message):
     monkeypatch.setenv("TALK_CONV_BACKEND", forced)
     with pytest.raises(ValueError, match=f"TALK_CONV_BACKEND: {message}"):
         talk_conv(X, OFFSET, None, 1, 0)
+    elsewhere = X.to("meta"), OFFSET.to("meta")
+    for_others = "expected reference, cpu or cuda|expected reference for x on meta"
+    with pytest.raises(ValueError, match=f"TALK_CONV_BACKEND: ({for_others}), got '{forced}'"):
+        talk_conv(*elsewhere, None, 1, 0)
 
 
 def test_imports_without_fairseq_and_cupy():

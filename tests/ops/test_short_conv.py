@@ -92,12 +92,12 @@ def test_registration():
 def test_bad_arguments(device):
     x, weight = torch.randn(5, 2, 4, device=device), torch.randn(3, 4, device=device)
     for bad in (x[..., :3], x[0], x.repeat(1, 1, 3)):
-        with pytest.raises(ValueError, match=r"x: expected shape \(T, B, 4\) as of weight, got"):
+        with pytest.raises(ValueError, match=r"x: expected shape \(T, B, 4\) to match weight, got"):
             short_conv(bad, weight, 1)
     for left in (-1, 3):
         with pytest.raises(ValueError, match=f"left: expected 0 to 2, got {left}"):
             short_conv(x, weight, left)
-    with pytest.raises(ValueError, match=f"x: expected device meta as of weight, got {device}"):
+    with pytest.raises(ValueError, match=f"x: expected device meta to match weight, got {device}"):
         short_conv(x, weight.to("meta"), 1)
 
 

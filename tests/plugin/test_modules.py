@@ -1,6 +1,7 @@
 """TaLKConv and TaLKConvUnit: offsets, padding, and steps that equal a full pass."""
 
 import copy
+import math
 import pickle
 import re
 
@@ -47,6 +48,20 @@ def test_half_modules_with_windows_of_their_own(dtype, root):
     unit = TaLKConvUnit(8, 2, 5, spread_windows=True, root_normalize=root).to(dtype)
     x = torch.randn(4, 1, 8, dtype=dtype)
     assert unit(x)[0].dtype == unit(x, incremental_state={})[0].dtype == dtype
+
+
+@pytest.mark.parametrize("options", [{"root_normalize": True}, {"normalize": False}])
+def test_halves_are_rounded_once(options):
+    """Windows of one token, whose sum the operator divides by 100, are the token itself."""
+    conv = TaLKConv(8, 2, 99, **options)
+    with torch.no_grad():
+        conv.offsets.weight.zero_()
+        conv.offsets.bias.fill_(-math.inf)
+    conv.half()
+    x = torch.randn(50, 2, 8).half() * 1e-4  # a hundredth of this has few digits
+    assert torch.equal(conv(x.requires_grad_()), x)
+    (grad,) = torch.autograd.grad(conv(x), x, torch.full_like(x, 1000))  # 100 times this overflows
+    assert torch.equal(grad, torch.full_like(x, 1000))
 
 
 def test_autocast():

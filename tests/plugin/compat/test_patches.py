@@ -20,16 +20,16 @@ pytest.importorskip("fairseq")
 import numpy as np
 import torch
 from fairseq import checkpoint_utils, options, utils
-from fairseq.data import (
-    MonolingualDataset,
-    data_utils,
-)
+from fairseq.data import LanguagePairDataset, MonolingualDataset, data_utils
 from fairseq.dataclass import initialize
+from fairseq.dataclass.configs import EMAConfig
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.models import BaseFairseqModel
+from fairseq.models.ema.ema import EMA
 from fairseq.modules import SinusoidalPositionalEmbedding
 from fairseq.ngram_repeat_block import NGramRepeatBlock
+from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import OmegaConf
 from probing import (
@@ -254,6 +254,36 @@ def test_an_average_begins_at_a_checkpoint_that_has_none(tmp_path):
         assert torch.equal(average["decoder.layers.0.fc1.weight"], trained)
 
 
+def test_averages_in_float32_have_shared_parameters_once():
+    """Copies by a second name would stay as they are, and be what a later run begins with."""
+    model = tiny_transformer(share_all_embeddings=True).half()
+    average = EMA(model, EMAConfig(store_ema=True, ema_fp32=True, ema_decay=0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    average.step(model, 1)
+    assert not any(v.any() for name, v in average.fp32_params.items() if "version" not in name)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_groups_of_batches_are_those_of_as_many_processes(processes):
+    words = dictionary()
+    lines, sizes = [torch.tensor([5, 2])] * 8, np.full(8, 2)
+    pairs = LanguagePairDataset(lines, sizes, words, lines, sizes, words)
+
+    def batches(num_shards):
+        return FairseqTask(None).get_batch_iterator(
+            pairs, max_sentences=1, num_shards=num_shards, grouped_shuffling=True
+        )
+
+    before = batches(2)
+    next(before.next_epoch_itr())
+    state = before.state_dict()
+    refused = pytest.raises(ValueError, match="--grouped-shuffling: expected 2 processes as bef")
+    with contextlib.nullcontext() if processes == 2 else refused:
+        batches(processes).load_state_dict(state)
+
+
 @pytest.mark.parametrize("given, source", [({}, 2000), ({"max_source_positions": 500}, 500)])
 def test_the_longest_source_of_a_task_is_the_models(given, source):
     """From a YAML, as where flags set both; else longer ones would be left out of training."""
@@ -268,7 +298,7 @@ def test_the_longest_source_of_a_task_is_the_models(given, source):
 @pytest.mark.parametrize("parts", ["num_workers", "num_shards"])
 def test_a_context_is_of_the_block_before(parts):
     """Each worker or shard would have contexts of its own blocks alone."""
-    with pytest.raises(ValueError, match="expected one of --num-workers and --num-shards with"):
+    with pytest.raises(ValueError, match="--context-window: expected at most 1 of .*, got 2"):
         LanguageModelingTask.eval_lm_dataloader(None, None, context_window=5, **{parts: 2})
 
 
