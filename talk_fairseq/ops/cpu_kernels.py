@@ -152,6 +152,12 @@ def backward(
 
 
 @_jit
+def _prefix(k, row, total):
+    """Return the prefix sum at slot `k`, which has the `row`: 0 at -1, the turn before it below."""
+    return row if k >= 0 else 0.0 if k == -1 else row - total
+
+
+@_jit
 def update(x, offset, sums, origin, steps, max_left, out, first, last):
     """Sequences `first` to `last` - 1: each step adds a row to the ring, and reads its window.
 
@@ -189,23 +195,10 @@ def update(x, offset, sums, origin, steps, max_left, out, first, last):
                 total = sums[L - 1, _column(origin, L - 1, b), lo:hi]
                 before = sums[k, _column(origin, k, b), lo:hi]
                 cut = sums[k_cut, _column(origin, k_cut, b), lo:hi]
-                if k == -1:  # P is 0, and the row that is cut the last of the turn before
-                    if f == 0.0:
-                        for r in range(R):
-                            target[r] = now[r] * scale
-                    else:
-                        for r in range(R):
-                            target[r] = (now[r] + f * (total[r] - cut[r])) * scale
-                elif k == 0 and f != 0.0:  # the row that is cut the first of this turn
-                    for r in range(R):
-                        target[r] = (now[r] - before[r] + f * before[r]) * scale
-                elif k >= 0:
-                    for r in range(R):
-                        target[r] = (now[r] - before[r] + f * (before[r] - cut[r])) * scale
-                else:
-                    for r in range(R):
-                        ends = f * (before[r] - cut[r])
-                        target[r] = (now[r] + (total[r] - before[r]) + ends) * scale
+                for r in range(R):
+                    prefix = _prefix(k, before[r], total[r])
+                    end = prefix - _prefix(k_cut, cut[r], total[r])
+                    target[r] = (now[r] - prefix + f * end) * scale
             if origin.size:
                 origin[slot, b] = b
 

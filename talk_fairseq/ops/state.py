@@ -39,11 +39,9 @@ class _Ring:
         RuntimeError in the capture of a CUDA graph: each replay would repeat the captured step.
         """
         _, B, C = x.shape
-        rows, channels = self.rows, self.rows.shape[2]
-        if (self.B, channels) != (B, C):
-            raise ValueError(
-                f"state: expected B, C = {B}, {C} to match x, got {self.B}, {channels}"
-            )
+        rows, width = self.rows, self.rows.shape[2]
+        if (self.B, width) != (B, C):
+            raise ValueError(f"state: expected B, C = {B}, {C} to match x, got {self.B}, {width}")
         if rows.device != x.device:
             raise ValueError(f"state: expected device {x.device} to match x, got {rows.device}")
         if rows.dtype is not dtype:

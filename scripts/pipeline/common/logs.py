@@ -48,7 +48,7 @@ def statistics(line):
 
 
 def _read(path):
-    """Return what `read_log` does of the file `path`; None where there is nothing of a training."""
+    """Return the run in a file as of `read_runs`, or None where there is nothing of a training."""
     curves, clocks, clock, began, base = {}, {0: 0.0}, 0.0, None, 0.0
     text = path.read_text(encoding="utf-8", errors="replace")
     for line in re.split(r"[\r\n]+", text):  # a progress bar ends with \r
@@ -91,10 +91,19 @@ def _read(path):
 def read_runs(path):
     """Return the trainings at `path`, a log or a folder with one: ``{name: run}``.
 
-    A run is as `read_log` returns it. The folder of a quick start may have several, in
-    ``training/NAME/train.log``.
+    The folder of a quick start may have several, in ``training/NAME/train.log``. A run is
+    ``{"train": entries, "valid": entries}`` and, under its name, each further subset that was
+    validated on. An entry is a dictionary of all numbers that fairseq logged at one point, by
+    fairseq's names: "loss", "ppl", "lr", "bleu", …; beside these, always,
 
-    Raises ValueError if there is no log or nothing of a training in it.
+    - "updates": how many there had been. They rise from entry to entry.
+    - "seconds": wall-clock since the training began, validating and saving included, pauses between
+      sessions not. From the times of the lines; where lines have none, fairseq's "wall", or nan.
+
+    Training is as of each log interval, or of each epoch where no interval was logged. A session
+    that resumes a checkpoint goes on from there, and one that begins anew replaces what was before.
+
+    Raises ValueError if there is no log or nothing of a training in it, or several in a folder.
     """
     path = Path(path)
     logs = [path] if path.is_file() else [*path.glob("*.log"), *path.glob("log.txt")]
@@ -107,28 +116,6 @@ def read_runs(path):
         wanted = "of fairseq-train in the formats simple or json, or a folder with one"
         raise ValueError(f"{path}: expected a log {wanted}, got none")
     return runs
-
-
-def read_log(path):
-    """Return the one training at `path` (a log, or a folder with one).
-
-    It is ``{"train": entries, "valid": entries}`` and, under its name, each further subset that was
-    validated on. An entry is a dictionary of all numbers that fairseq logged at one point, by
-    fairseq's names: "loss", "ppl", "lr", "bleu", …; beside these, always,
-
-    - "updates": how many there had been. They rise from entry to entry.
-    - "seconds": wall-clock since the training began, validating and saving included, pauses between
-      sessions not. From the times of the lines; where lines have none, fairseq's "wall", or nan.
-
-    Training is as of each log interval, or of each epoch where no interval was logged. A session
-    that resumes a checkpoint goes on from there, and one that begins anew replaces what was before.
-
-    Raises ValueError if there is no log, nothing of a training in it, or several trainings.
-    """
-    runs = read_runs(path)
-    if len(runs) > 1:
-        raise ValueError(f"{path}: expected the log of one run, got those of {', '.join(runs)}")
-    return next(iter(runs.values()))
 
 
 def generated_file(path):

@@ -183,7 +183,7 @@ def validation_figure(results):
             {"train": [], "valid": [{**e, "seconds": e["updates"] * pace} for e in validation]}
             for validation in (seed["validation"] for seed in row["seeds"].values())
         ]
-    figure = curves_figure(runs, ["loss", "ppl"])
+    figure = curves_figure(runs)
     for axis in figure.axes:
         axis.set_ylabel(axis.get_ylabel() and f"validation {axis.get_ylabel()}")
         if axis.get_xlabel().startswith("wall-clock"):

@@ -8,7 +8,6 @@ import logging
 import math
 import re
 import signal
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +23,7 @@ from pipeline.common.fairseq import (
 )
 from pipeline.common.files import read_json, remove, write_json
 from pipeline.common.folder import show
-from pipeline.common.logs import read_log
+from pipeline.common.logs import read_runs
 from pipeline.common.machine import cores, has_gpu, machine, versions
 from pipeline.common.paths import ROOT
 from pipeline.common.systems import read_systems
@@ -239,9 +238,7 @@ class Comparison:
 
     def go(self):
         """Make all steps; return the results."""
-        # fairseq and Hydra tell much of what they set up, and call much that is deprecated.
-        logging.disable(logging.INFO)
-        warnings.filterwarnings("ignore")
+        logging.disable(logging.INFO)  # fairseq and Hydra say much about what they set up
         side_by_side, jobs = self.commands.side_by_side, self.args.jobs
         self.prepare()
         self.rates = self.choose(self.args.rates)
@@ -463,8 +460,8 @@ class Comparison:
 
     def validation(self, name, seed, point=None):
         """Return ``[{"updates", "loss", "ppl"}, …]`` of a run, as fairseq logged them."""
-        entries = read_log(self.run_folder(name, seed, point) / "train.log")["valid"]
-        return [{key: entry[key] for key in ("updates", "loss", "ppl")} for entry in entries]
+        (run,) = read_runs(self.run_folder(name, seed, point) / "train.log").values()
+        return [{key: entry[key] for key in ("updates", "loss", "ppl")} for entry in run["valid"]]
 
 
 def compare(arguments=None):

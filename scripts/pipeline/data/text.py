@@ -73,8 +73,7 @@ class Writer(ExitStack):
         super().__init__()
         self.lines, self.files = 0, []
         for path in paths:
-            file = open(path, "w", encoding="utf-8", newline="\n")
-            self.files.append(self.enter_context(file))
+            self.files.append(self.enter_context(open(path, "w", encoding="utf-8", newline="\n")))
 
     def write(self, lines):
         self.lines += 1

@@ -45,22 +45,22 @@ def label_logarithm(axis):
     axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
 
 
-def curves_figure(runs, keys=None):
-    """Return a Figure with a row for each of `keys` and two columns: over updates, over wall-clock.
+def curves_figure(runs):
+    """Return a Figure with a row for each of TITLES and two columns: over updates, over wall-clock.
+
+    Titles of what no run has are left out.
 
     Args:
-        runs: ``{name: run}``, a run being what `read_log` returns, or a list of such: the same
-            training with several seeds, drawn alike.
-        keys: names of fairseq's numbers (default: those of `TITLES` that some run has).
+        runs: ``{name: run}``, a run being as of `read_runs`, or a list of such: the same training
+            with several seeds, drawn alike.
 
-    Raises ValueError where no run has any of `keys`.
+    Raises ValueError where no run has any of them.
     """
     runs = {name: [run] if isinstance(run, dict) else list(run) for name, run in runs.items()}
     entries = [e for seeds in runs.values() for run in seeds for es in run.values() for e in es]
-    wanted = TITLES if keys is None else keys
-    drawn = [key for key in wanted if any(key in entry for entry in entries)]
+    drawn = [key for key in TITLES if any(key in entry for entry in entries)]
     if not drawn:
-        raise ValueError(f"keys: expected some of what was logged, got {', '.join(wanted)}")
+        raise ValueError(f"RUN: expected a log of {', '.join(TITLES)}, got none of them")
     longest = max((e["seconds"] for e in entries if math.isfinite(e["seconds"])), default=0)
     unit, length = ("hours", 3600) if longest > 7200 else ("minutes", 60)
     if longest <= 120:
@@ -85,7 +85,7 @@ def curves_figure(runs, keys=None):
                             dot = {"marker": "o"} if len(xs) == 1 else {}  # which no line shows
                             axis.plot(xs, ys, **look | dot, label=what)
     for key, row in zip(drawn, axes):
-        row[0].set_ylabel(TITLES.get(key, key))
+        row[0].set_ylabel(TITLES[key])
         for axis in row:
             axis.grid(alpha=0.3)
             if key == "ppl":

@@ -35,18 +35,13 @@ def panel_grid(count, columns, width, height):
     columns = min(columns, count)
     rows = -(-count // columns)
     figure = Figure(figsize=(width * columns, height * rows + 0.6), layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axis in axes[count:]:
-        axis.remove()
-    return figure, axes[:count]
+    return figure, [figure.add_subplot(rows, columns, number + 1) for number in range(count)]
 
 
 def add_legend(figure, axes, columns):
     """Add one legend for all `axes`, below them."""
-    found = {}
-    for axis in axes:
-        for handle, label in zip(*axis.get_legend_handles_labels()):
-            found.setdefault(label, handle)
+    pairs = (pair for axis in axes for pair in zip(*axis.get_legend_handles_labels()))
+    found = {label: handle for handle, label in pairs}
     figure.legend(
         found.values(), found, loc="outside lower center", frameon=False,
         ncols=min(columns, len(found)),

@@ -118,8 +118,7 @@ def parse(arguments):
     add("name", metavar="NAME", help="a file of configs/, without .yaml")
     add("checkpoints", metavar="CHECKPOINTS", help="the folder of a run, or one checkpoint")
     add("overrides", nargs="*", metavar="GROUP.KEY=VALUE", help="options that replace the config's")
-    add("--data", help="folder of scripts/prepare_BENCHMARK.sh (default: the config's, or "
-        "data-bin/BENCHMARK)")  # fmt: skip
+    add("--data", help="folder of scripts/prepare_BENCHMARK.sh (default: as for train.sh)")
     add("--split", choices=("test", "valid"), default="test", help="what to score")
     add("--average", type=command.at_least(1), metavar="N", help="(default: the config's)")
     add("--tune", action="store_true", help="choose the number of averaged checkpoints, the length "
