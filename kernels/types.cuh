@@ -51,9 +51,10 @@ struct float16 { unsigned short bits; };
 struct bfloat16 { unsigned short bits; };
 
 // For each storage type: the type that it is computed in, the type that many of its rows are added
-// up in, and what stands for 1 in such sums. bfloat16 reaches as far as float32, which would overflow: sums hold 2^-16 of it,
-// with room for 65,536 of its largest rows. Its least number, 2^-133, becomes 2^-149, float32's
-// least (where small floats are flushed to 0, sums below 2^-110 are).
+// up in, and what stands for 1 in such sums. bfloat16 reaches as far as float32, which would
+// overflow: sums hold 2^-16 of it, with room for 65,536 of its largest rows. Its least number,
+// 2^-133, becomes 2^-149, float32's least (where small floats are flushed to 0, sums below 2^-110
+// are).
 template <typename Compute_, typename Sum_, int bits = 0> struct TypesOf {
     using Compute = Compute_;
     using Sum = Sum_;

@@ -168,7 +168,8 @@ class TaLKConv(_RetainsDropout):
 
         `state` is None at the start and what the last call returned from then on: a
         :class:`TaLKConvState` of constant size, which is changed in place. Only for a causal
-        module.
+        module. Unlike `forward`, 16-bit types are rounded once more by another divisor than the
+        layer's largest window, so that the state stays small.
         """
         if self.max_right:
             raise ValueError(f"step: expected a causal module, got max_right = {self.max_right}")

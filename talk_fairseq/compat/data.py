@@ -89,17 +89,16 @@ def resume_epoch_with_other_world_size(original, self, state_dict):
     """Resume an epoch where all processes that shared it have come to.
 
     Batches are dealt out in one order, so the sum of what all processes have had tells where to
-    resume; what the new processes cannot share evenly is seen again. Raises ValueError for
-    ``--grouped-shuffling``, whose order depends on the number of processes. Without it: more
-    processes end in ``Cannot resume training due to dataloader mismatch``, and fewer see sentences
-    again.
+    resume; what the new processes cannot share evenly is seen again. Raises ValueError during an
+    epoch of ``--grouped-shuffling``, whose order depends on the number of processes. Without it:
+    more processes end in ``Cannot resume training due to dataloader mismatch``, and fewer see
+    sentences again.
     """
     before = state_dict.get("num_shards", self.num_shards)
-    if self.grouped_shuffling and before != self.num_shards:
-        raise ValueError(
-            f"--grouped-shuffling: expected {before} processes as before, got {self.num_shards}"
-        )
     done = state_dict.get("iterations_in_epoch", 0) * before
+    if self.grouped_shuffling and done and before != self.num_shards:
+        wanted = f"{before} processes until the end of the epoch, got {self.num_shards}"
+        raise ValueError(f"--grouped-shuffling: expected {wanted}")
     return original(self, {**state_dict, "iterations_in_epoch": done // self.num_shards})
 
 

@@ -79,7 +79,7 @@ def talk_conv_update(x, offset_left, state, max_left):
 
     Returns:
         (S, B, C) in x's dtype. An offset that is negative or NaN gives NaN. So does one beyond the
-        state's reach, once there have been so many steps; before, it ends at the first.
+        state's reach, once there have been more steps; until then, the window ends at the first.
 
     Raises:
         TypeError, ValueError: as :func:`talk_conv`; TypeError for a `state` of another type,

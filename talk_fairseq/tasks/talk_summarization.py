@@ -199,7 +199,7 @@ class StepwiseLengthPenaltyBeamSearch(BeamSearch):
         self.finished = pool.masked_fill(~(in_beam & ended), -torch.inf).topk(beam).values
 
         # Candidates outside the beam get -inf and the end of a sentence, which is never finished
-        # with that score. The decoder computes these rows again, where padding would be masked.
+        # with that score. The decoder goes on computing these rows; it would mask padding there.
         out = ~in_beam[:, beam:] | normalized.eq(-torch.inf)
         return scores.masked_fill(out, -torch.inf), tokens.masked_fill(out, self.eos), parents
 

@@ -50,18 +50,22 @@ def test_half_modules_with_windows_of_their_own(dtype, root):
     assert unit(x)[0].dtype == unit(x, incremental_state={})[0].dtype == dtype
 
 
-@pytest.mark.parametrize("options", [{"root_normalize": True}, {"normalize": False}])
+@pytest.mark.parametrize(
+    "options", [{"root_normalize": True}, {"normalize": False}, {"spread_windows": True}]
+)
 def test_halves_are_rounded_once(options):
-    """Windows of one token, whose sum the operator divides by 100, are the token itself."""
+    """As the same numbers in float32 are, with windows of one token."""
     conv = TaLKConv(8, 2, 99, **options)
     with torch.no_grad():
         conv.offsets.weight.zero_()
         conv.offsets.bias.fill_(-math.inf)
-    conv.half()
-    x = torch.randn(50, 2, 8).half() * 1e-4  # a hundredth of this has few digits
-    assert torch.equal(conv(x.requires_grad_()), x)
-    (grad,) = torch.autograd.grad(conv(x), x, torch.full_like(x, 1000))  # 100 times this overflows
-    assert torch.equal(grad, torch.full_like(x, 1000))
+    half, found = copy.deepcopy(conv).half(), []
+    x = torch.randn(50, 2, 8).half() * 1e-4  # of a hundredth, float16 has few digits
+    for module, rows in ((conv, x.float()), (half, x)):
+        out = module(rows.requires_grad_())
+        steep = torch.full_like(out, 1000)  # of a hundred times this, float16 has infinity
+        found.append([out.half(), torch.autograd.grad(out, rows, steep)[0].half()])
+    assert all(map(torch.equal, *found)) and found[0][1].isfinite().all()
 
 
 def test_autocast():

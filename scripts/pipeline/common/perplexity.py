@@ -52,7 +52,7 @@ class TestSet:
 
 
 def read_score(evaluated, tokens):
-    """Return ``(parameters, loss in bits a token)`` of a file of what fairseq-eval-lm printed.
+    """Return ``(parameters, loss in bits a token)`` of the saved output of fairseq-eval-lm.
 
     Raises ValueError unless it has one score, of `tokens` tokens.
     """

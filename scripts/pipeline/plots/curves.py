@@ -46,9 +46,7 @@ def label_logarithm(axis):
 
 
 def curves_figure(runs):
-    """Return a Figure with a row for each of TITLES and two columns: over updates, over wall-clock.
-
-    Titles of what no run has are left out.
+    """Return a Figure with a row for each of TITLES that a run has, over updates and wall-clock.
 
     Args:
         runs: ``{name: run}``, a run being as of `read_runs`, or a list of such: the same training

@@ -41,7 +41,9 @@ def panel_grid(count, columns, width, height):
 def add_legend(figure, axes, columns):
     """Add one legend for all `axes`, below them."""
     pairs = (pair for axis in axes for pair in zip(*axis.get_legend_handles_labels()))
-    found = {label: handle for handle, label in pairs}
+    found = {}
+    for handle, label in pairs:
+        found.setdefault(label, handle)
     figure.legend(
         found.values(), found, loc="outside lower center", frameon=False,
         ncols=min(columns, len(found)),
