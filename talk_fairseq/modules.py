@@ -157,11 +157,11 @@ class TaLKConv(_RetainsDropout):
     def forward(self, x):
         """x (T, B, C) -> (T, B, C); 16-bit types are rounded once, at the end."""
         offset_left, offset_right = self.predict_offsets(x)
-        # In 16 bits, what the operator divides and `_normalized` multiplies may leave their range.
-        plain = self.normalize and not self.root_normalize and self.windows is None
-        rows = x if plain else x.to(compute_dtype(x.dtype))
+        factor = self._factor(offset_left, offset_right)
+        # In 16 bits, what the operator divides and a factor multiplies may leave their range.
+        rows = x if factor is None else x.to(compute_dtype(x.dtype))
         out = talk_conv(rows, offset_left, offset_right, self.max_left, self.max_right)
-        return self._normalized(out, offset_left, offset_right).to(x.dtype)
+        return self._scaled(out, factor).to(x.dtype)
 
     def step(self, x, state=None):
         """Continue a sequence: the outputs for the new steps `x` (S, B, C), and its state.
@@ -180,22 +180,25 @@ class TaLKConv(_RetainsDropout):
             reach = math.ceil(self.max_left / keep)
             state = TaLKConvState(x.shape[1], x.shape[2], reach, x.dtype, x.device)
         out = talk_conv_update_unchecked(x, offset_left, state, self.max_left)
-        return self._normalized(out, offset_left, None), state
+        return self._scaled(out, self._factor(offset_left, None)), state
 
-    def _normalized(self, out, offset_left, offset_right):
-        """Divide as the options say what the operator has divided by the layer's largest window."""
+    def _factor(self, offset_left, offset_right):
+        """Return what multiplies the operator: a number, one for each head, or None."""
         largest = self.max_left + self.max_right + 1
         if not self.normalize:
-            return out * largest
+            return largest
         if self.root_normalize:
             length = 1 + offset_left * self.max_left
             if offset_right is not None:
                 length = length + offset_right * self.max_right
-            factor = largest * length.rsqrt()
-        elif self.windows is not None:
-            factor = largest / (1 + self.windows.view(-1, self.heads).sum(0)).to(offset_left.dtype)
-        else:
-            return out
+            return largest * length.rsqrt()
+        if self.windows is not None:
+            return largest / (1 + self.windows.view(-1, self.heads).sum(0)).to(offset_left.dtype)
+        return None
+
+    def _scaled(self, out, factor):
+        if not isinstance(factor, torch.Tensor):
+            return out if factor is None else out * factor
         heads = out.unflatten(-1, (self.heads, -1))
         return (heads * factor.unsqueeze(-1).to(out.dtype)).flatten(-2)
 

@@ -11,10 +11,7 @@ def compute_dtype(dtype):
 
 
 def sums_dtype(dtype, device):
-    """Return the dtype that rows of an `x` are summed in.
-
-    It is float32 for 16-bit types and on devices without float64, else float64.
-    """
+    """Return the dtype of sums: float32 for 16 bits and devices without float64, else float64."""
     return torch.float32 if dtype.itemsize == 2 or device.type == "mps" else torch.float64
 
 

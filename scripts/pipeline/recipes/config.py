@@ -66,6 +66,11 @@ def read_config(given):
     return name, config
 
 
+def chosen_folder(given, config, key, default):
+    """Return the folder `given`, else what `config` has at `key`, else `default` in the project."""
+    return Path(given or OmegaConf.select(config, key) or ROOT / default)
+
+
 def check_average(config, average):
     """Raise BadInput where checkpoints that hold a moving average each are to be averaged."""
     if average > 1 and OmegaConf.select(config, "ema.store_ema"):

@@ -18,7 +18,6 @@ from pipeline.common.command import BadInput
 from pipeline.common.files import read_json, read_lines, write_json, write_lines
 from pipeline.common.logs import read_hypotheses
 from pipeline.common.machine import has_gpu
-from pipeline.common.paths import ROOT
 from pipeline.data.benchmarks import BENCHMARKS
 from pipeline.recipes import config as configs
 from pipeline.recipes.average import EPOCHS, UPDATES, average_checkpoints, find_checkpoints, save
@@ -204,8 +203,8 @@ class Evaluation:
         self.config = configs.with_overrides(recipe, args.overrides)
         configs.check_options(self.config)
         self.benchmark = self.name.partition("/")[0]
-        data = args.data or OmegaConf.select(self.config, "task.data")
-        self.data = Path(data or ROOT / "data-bin" / self.benchmark).absolute()
+        default = f"data-bin/{self.benchmark}"
+        self.data = configs.chosen_folder(args.data, self.config, "task.data", default).absolute()
         self.prepared = read_prepared(self.name, self.data)
         for split in [args.split, "valid"] if args.tune else [args.split]:
             if split not in self.prepared["lines"]:

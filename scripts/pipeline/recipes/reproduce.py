@@ -5,8 +5,6 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from pipeline.common import command
 from pipeline.common.command import BadInput, in_shell, run_module
 from pipeline.common.files import write_whole
@@ -15,7 +13,7 @@ from pipeline.common.paths import ROOT
 from pipeline.common.systems import words
 from pipeline.data.benchmarks import BENCHMARKS
 from pipeline.recipes import train
-from pipeline.recipes.config import check_average, read_config, with_overrides
+from pipeline.recipes.config import check_average, chosen_folder, read_config, with_overrides
 
 DESCRIPTION = """\
 Prepares the data of configs/NAME.yaml, trains the model, averages its last checkpoints, scores the
@@ -61,10 +59,8 @@ def steps_of(args):
     config = with_overrides(config, args.overrides)
     benchmark = name.partition("/")[0]
     script = f"prepare_{benchmark}"
-    data_bin = args.data_bin or OmegaConf.select(config, "task.data")
-    data_bin = Path(data_bin or ROOT / "data-bin" / benchmark)
-    save_dir = args.save_dir or OmegaConf.select(config, "checkpoint.save_dir")
-    save_dir = Path(save_dir or ROOT / "checkpoints" / name)
+    data_bin = chosen_folder(args.data_bin, config, "task.data", f"data-bin/{benchmark}")
+    save_dir = chosen_folder(args.save_dir, config, "checkpoint.save_dir", f"checkpoints/{name}")
     results = Path(args.results or ROOT / "results" / f"{name}.json")
 
     prepare = [word for place in args.data for word in ("--data", place)]

@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 from pipeline.common import command
 from pipeline.common.command import BadInput, check_path
 from pipeline.common.files import write_whole
-from pipeline.common.paths import ROOT
 from pipeline.recipes import config as configs
 
 DESCRIPTION = """\
@@ -147,11 +146,12 @@ def plan(args, has_data=True):
         raise BadInput("--rendezvous: expected HOST[:PORT] with --nodes, got none")
     processes = devices * args.nodes
 
-    data = args.data or OmegaConf.select(config, "task.data")
-    data = Path(data or ROOT / "data-bin" / name.partition("/")[0]).absolute()
+    default = f"data-bin/{name.partition('/')[0]}"
+    data = configs.chosen_folder(args.data, config, "task.data", default).absolute()
     check_path("--data", data)
-    save_dir = args.save_dir or OmegaConf.select(config, "checkpoint.save_dir")
-    save_dir = Path(save_dir or ROOT / "checkpoints" / name).absolute()
+    default = f"checkpoints/{name}"
+    save_dir = configs.chosen_folder(args.save_dir, config, "checkpoint.save_dir", default)
+    save_dir = save_dir.absolute()
     check_path("--save-dir", save_dir)
     precision = args.precision or ("fp32" if on_cpu else None)
     if on_cpu and precision == "fp16":
