@@ -1,8 +1,10 @@
+import copy
 import functools
 import gzip
 import os
 import re
 import shutil
+import sys
 from itertools import chain, islice
 from pathlib import Path
 
@@ -27,6 +29,17 @@ def write_dictionaries(folder, words):
 def one_space(text):
     """The text with one space in place of several, so that a table's widths do not matter."""
     return re.sub(" +", " ", text)
+
+
+def refusal(capfd, main, *arguments):
+    """The one line with which a command stops that cannot do what it is asked for."""
+    capfd.readouterr()
+    try:
+        status = main([*map(str, arguments)])
+    except SystemExit as stopped:  # of argparse
+        status = stopped.code
+    assert status == 2
+    return capfd.readouterr().err.splitlines()[-1]
 
 
 def lightness(colour):
@@ -75,6 +88,27 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtest_setup():
     """Each test draws the same random numbers, in whatever order and process it runs."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def composed_once():
+    """fairseq's options are composed once from the same flags: hydra takes half a second."""
+    if "fairseq" not in sys.modules:
+        yield
+        return
+    from fairseq.dataclass import utils
+
+    known, original = {}, utils.compose
+
+    def compose(name, overrides, **options):
+        key = (name, *overrides)
+        if key not in known:
+            known[key] = original(name, overrides=overrides, **options)
+        return copy.deepcopy(known[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "compose", compose)
+        yield
 
 
 @pytest.fixture

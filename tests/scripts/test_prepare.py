@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import archives
 import pytest
 
+import conftest
 from conftest import ROOT
 
 pytest.importorskip("fairseq")
@@ -45,14 +46,7 @@ def tiny(benchmark, folder, *arguments):
 
 
 def refusal(capfd, *arguments):
-    """The one line with which a run ends that cannot do what it is asked for."""
-    capfd.readouterr()
-    try:
-        status = prepare(*arguments)
-    except SystemExit as stopped:  # of argparse
-        status = stopped.code
-    assert status == 2
-    return capfd.readouterr().err.splitlines()[-1]
+    return conftest.refusal(capfd, lambda words: prepare(*words), *arguments)
 
 
 def lines(path):

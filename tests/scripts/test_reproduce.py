@@ -1,5 +1,6 @@
 """scripts/reproduce.sh from a tiny archive to a result, and scripts/results_table.py."""
 
+import functools
 import json
 import os
 import re
@@ -9,12 +10,13 @@ from types import SimpleNamespace
 import archives
 import pytest
 
+import conftest
 from conftest import ROOT
 
 pytest.importorskip("fairseq")
 from pipeline.common.command import BadInput
 from pipeline.recipes import paper_tables as results_table
-from pipeline.recipes.reproduce import once
+from pipeline.recipes.reproduce import main, once
 
 # --- One command a row ---
 
@@ -75,10 +77,13 @@ def reproduce(*arguments):
     )
 
 
-def refusal(*arguments):
-    done = reproduce(*arguments)
-    assert done.returncode == 2
-    return done.stderr.splitlines()[-1]
+def dry_run(capfd, *arguments):
+    """The lines that a dry run prints."""
+    capfd.readouterr()
+    assert main([*map(str, arguments), "--dry-run"]) == 0
+    printed = capfd.readouterr()
+    assert printed.err == ""
+    return printed.out.splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +138,8 @@ def test_from_the_archive_to_a_result(published, tmp_path, name):
     assert len(json.loads((tmp_path / "results.json").read_text())) == 1
 
 
-def test_bad_input_is_one_line_before_anything_is_made(tmp_path):
+def test_bad_input_is_one_line_before_anything_is_made(capfd, tmp_path):
+    refusal = functools.partial(conftest.refusal, capfd, main)
     here = ["--data-bin", tmp_path / "bin", "--save-dir", tmp_path / "run"]
     assert "arguments are required: NAME" in refusal(*here)
     assert "a config such as iwslt14" in refusal("iwslt14_de_en/talkcon", *here)
@@ -162,15 +168,13 @@ def test_bad_input_is_one_line_before_anything_is_made(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_prints_the_commands_of_the_steps(tmp_path):
+def test_a_dry_run_prints_the_commands_of_the_steps(capfd, tmp_path):
     arguments = [
         "iwslt14_de_en/talkconv", "--data", "a b.tgz", "--prepare", "--download", "--data-bin",
         tmp_path / "bin", "--save-dir", tmp_path / "run", "--results", tmp_path / "r.json",
         "--average", 1, "--tune", "--precision", "bf16", "--cpu", "optimization.max_update=9",
     ]  # fmt: skip
-    done = reproduce(*arguments, "--dry-run")
-    assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout.replace(str(tmp_path), "T").splitlines() == [
+    assert [line.replace(str(tmp_path), "T") for line in dry_run(capfd, *arguments)] == [
         "scripts/prepare_iwslt14_de_en.sh --output T/bin --data 'a b.tgz' --download",
         "scripts/train.sh iwslt14_de_en/talkconv --data T/bin --save-dir T/run --precision bf16 "
         "optimization.max_update=9 --cpu",
@@ -180,13 +184,13 @@ def test_a_dry_run_prints_the_commands_of_the_steps(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_folders_may_be_overrides_as_in_training(tmp_path):
-    overrides = [f"task.data={tmp_path / 'bin'}", f"checkpoint.save_dir={tmp_path / 'run'}"]
-    done = reproduce("iwslt14_de_en/talkconv", "--prepare", "--download", *overrides, "--dry-run")
-    prepare, train, evaluate = done.stdout.replace(str(tmp_path), "T").splitlines()
-    assert prepare.startswith("scripts/prepare_iwslt14_de_en.sh --output T/bin ")
-    assert train.startswith("scripts/train.sh iwslt14_de_en/talkconv --data T/bin --save-dir T/run")
-    assert evaluate.startswith("scripts/evaluate.sh iwslt14_de_en/talkconv T/run --data T/bin ")
+def test_folders_may_be_overrides_as_in_training(capfd):
+    overrides = ["task.data=bin", "checkpoint.save_dir=run"]
+    name = "iwslt14_de_en/talkconv"
+    prepare, train, evaluate = dry_run(capfd, name, "--prepare", "--download", *overrides)
+    assert prepare.startswith("scripts/prepare_iwslt14_de_en.sh --output bin ")
+    assert train.startswith(f"scripts/train.sh {name} --data bin --save-dir run")
+    assert evaluate.startswith(f"scripts/evaluate.sh {name} run --data bin ")
 
 
 def test_what_is_trained_anew_is_scored_anew(tmp_path, monkeypatch):
