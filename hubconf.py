@@ -4,7 +4,7 @@ dependencies = ["torch", "fairseq"]  # which torch.hub looks for before it calls
 
 
 def talkconv(folder, **options):
-    """A translator: ``.translate(["…"])`` of the checkpoint ``model.pt`` in `folder`.
+    """Return a translator, with ``.translate(["…"])``, of the checkpoint ``model.pt`` in `folder`.
 
     Options are those of ``TaLKConvModel.from_pretrained``, such as ``checkpoint_file=``,
     ``data_name_or_path=`` (the dictionaries), ``bpe="sentencepiece"`` and ``sentencepiece_model=``.
@@ -15,7 +15,7 @@ def talkconv(folder, **options):
 
 
 def talkconv_lm(folder, **options):
-    """A language model: ``.sample(["…"])`` and ``.score(["…"])``; options as for `talkconv`."""
+    """Return a language model: ``.sample(["…"])``, ``.score(["…"])``; options as for `talkconv`."""
     from talk_fairseq.models.talkconv_lm import TaLKConvLanguageModel
 
     return TaLKConvLanguageModel.from_pretrained(folder, **options)

@@ -59,7 +59,7 @@ template <typename F> __device__ inline Cuts cuts_of(const Window<F>& w) {
     return Cuts{{cut(w.left, w.lo - 1), cut(w.right, w.hi + 1)}};
 }
 
-// The sum over the threads of the block before this one, and over all of them: 512 at most.
+// The sum over the block's threads before this one, and over all of its (at most 512) threads.
 __device__ inline int sum_before(int value, int* warps, int& total) {
     const int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
     int inclusive = value;

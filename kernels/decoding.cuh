@@ -1,8 +1,8 @@
 // Decoding step by step.
 
 // The next T outputs of a causal sequence, after p.steps others. A thread takes N channels. Running
-// sums over time, P(t), stand in a ring whose every turn starts them anew; seen from time t, P(k)
-// of the turn before is minus the sum of what lies between:
+// sums over time, P(t), are in a ring and restart at each turn of it. Seen from time t, P(k) of the
+// turn before is minus the sum of the rows between:
 //
 //     out[t] = (P(t) - P(t - n - 1) + f * (P(t - n - 1) - P(t - n - 2))) / (max_left + 1)
 //

@@ -39,9 +39,9 @@
 #include "ring.cuh"
 #include "decoding.cuh"
 
-// For one storage type X: kernels that move N channels at a time, or FEW where shared memory holds
-// prefix sums (`wide`: that number divides R, and rows are aligned), kernels for any R (`narrow`),
-// and those that need not tell the two apart.
+// For one storage type X: kernels that move N channels at a time, or FEW in talk_forward and
+// talk_update (`wide`: that number divides R, and rows are aligned), kernels for any R (`narrow`),
+// and kernels that do not depend on that number.
 #define TALK_WIDTH(type, X, N, FEW)                                                                \
     TALK_KERNEL(talk_forward, type, Problem, MAX_THREADS, sizeof(X) == 8 ? 1 : 2,                  \
                 (forward<X, FEW>(p)))                                                              \

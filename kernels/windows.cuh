@@ -21,7 +21,7 @@ struct Problem {
     int* reach;                // (T / REACH, B, H, 2), and then (T / SPAN, B, H, 2): the rows that
                                // larger windows than a halo touch; both rounded up; backward
     int* starts;               // (B, H, buckets): where the ends at each row start; 0 at first
-    int* slots;                // (2, B, H, 2 T): scratch of the sort
+    int* slots;                // (T, B, H, 2), then (B, H, 2 T): scratch of the sort
     void* entries;             // (B, H, 2 T): ends ordered by row
     int* origin;               // (ring, B): where a slot of a sequence is, or null; decoding
     double scale;              // 1 / (max_left + max_right + 1)
@@ -44,8 +44,8 @@ __device__ inline typename Types<X>::Compute scale_of_sums(const Problem& p) {
     return static_cast<typename Types<X>::Compute>(p.scale) / Types<X>::unit;
 }
 
-// Rows times this are summed in the forward pass, and sums times scale_of_weighted are the output:
-// the scale at once, but for bfloat16, whose sums might overflow.
+// Both passes sum rows times this weight, and multiply the sums by scale_of_weighted. The weight is
+// the scale itself, except for bfloat16, whose sums might overflow.
 template <typename X>
 __device__ inline typename Types<X>::Compute weight_of_rows(const Problem& p) {
     return Types<X>::unit == 1 ? static_cast<typename Types<X>::Compute>(p.scale) : Types<X>::unit;
@@ -57,7 +57,7 @@ __device__ inline typename Types<X>::Compute scale_of_weighted(const Problem& p)
 
 template <typename F> struct Window {
     int lo, hi;     // whole rows lo ... hi
-    F left, right;  // the fractions of rows lo - 1 and hi + 1; not 0 only where the row exists
+    F left, right;  // the fractions of rows lo - 1 and hi + 1; 0 where there is no such row
 };
 
 // Offsets are in x's type or, beside halves, in float32: once per time step and head, so a branch.

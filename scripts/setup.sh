@@ -83,8 +83,8 @@ if command -v flock >/dev/null; then
     flock 9 || echo "setup.sh: this file system has no locks: run one command at a time" >&2
 fi
 
-# What was installed, from what: the same answer again means that there is nothing to do. It stands
-# there, without an answer, from the moment that .venv is made.
+# Says what was installed, and from what: if that is still the same, there is nothing to do. It is
+# there from the moment that .venv is made, as "unfinished" at first.
 stamp=.venv/installed
 instead='remove it (rm -rf .venv) or give it another name (mv .venv old)'
 if [[ -e .venv && ! -f "$stamp" ]]; then

@@ -3,8 +3,8 @@
     from talk_fairseq import talk_conv, talk_conv_reference, TaLKConv
 
 As a plugin: ``fairseq-train --user-dir talk_fairseq --arch talkconv …``. Where fairseq is
-installed, importing this package patches what breaks in it today (compat) and registers the
-models, the task and the criterion; the operator needs neither fairseq nor CuPy.
+installed, importing this package patches what no longer works in it (compat), and registers the
+models, task, criterion and optimizer. The operator needs no fairseq, and CuPy only on a GPU.
 """
 
 import importlib.util

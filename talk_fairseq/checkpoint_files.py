@@ -111,8 +111,8 @@ def one_line(text, longest=100):
 def read_checkpoint(file, map_location="cpu", mmap=False):
     """Read the checkpoint ``file`` (a path or an open file) without running code from it.
 
-    With ``mmap``, tensors of a path are read from the file where they are used, if it is not
-    older than PyTorch 1.6.
+    With ``mmap``, tensors of a path are read from the file only when they are used, if it has the
+    format of PyTorch 1.6 and later.
 
     Returns the saved dictionary. Raises ValueError that names the file if it is truncated, is no
     checkpoint of fairseq, or holds types that are not on the list of safe ones; OSError if it

@@ -44,7 +44,7 @@ class _RetainsDropout(nn.Module):
 
 
 def _spread_biases(heads, sides):
-    """Return biases from -4 to 2, whose sigmoids are 0.02 to 0.88; pairs of them for two sides."""
+    """Return biases from -4 to 2 (sigmoids 0.02 to 0.88), pairs for two sides; 0 for one head."""
     if heads == 1:
         return torch.zeros(sides)
     if sides == 1:
@@ -58,7 +58,7 @@ def _head_windows(heads, largest):
     """Return a largest window for each head, in whole tokens: 2 to `largest`, in equal ratios."""
     end = math.log2(max(largest, 1))
     start = end if heads == 1 else min(1, end)
-    # Of one dtype, or they would not follow from the options alone.
+    # In float32 whatever PyTorch's default dtype is: they must follow from the options alone.
     powers = torch.linspace(start, end, heads, dtype=torch.float32)
     return (2**powers).round().int().clamp(max=largest)
 
@@ -73,13 +73,13 @@ class TaLKConv(_RetainsDropout):
         channels: C.
         heads: H, which divides C; the channels of a head share a window.
         max_left: the largest window to the left, in tokens.
-        max_right: likewise to the right; 0 makes the module causal, with no right offset.
+        max_right: the same to the right; 0 makes the module causal, without a right offset.
         offset_dropout: probability of dropping an offset, which shrinks that side to nothing.
         normalize: divide by the largest window (section 3.2); off in the paper's ablation only.
         spread: begin with windows of all lengths, by the biases of the offsets; without it, each
             head begins with about half of the largest window. Not in the paper.
-        spread_windows: give each head a largest window of its own, from 2 tokens to `max_left`
-            (and `max_right`) in equal ratios: near and far heads in one layer. Not in the paper.
+        spread_windows: give each head its own largest window, from 2 tokens to `max_left` (and
+            `max_right`) in equal ratios: near and far heads in one layer. Not in the paper.
         root_normalize: divide by the square root of the predicted length of each window in place of
             the largest window, so that short and long windows of independent tokens have outputs
             of one variance. Not in the paper.
@@ -148,7 +148,7 @@ class TaLKConv(_RetainsDropout):
         return self._of_heads(left, 0), self._of_heads(right, 1)
 
     def _of_heads(self, offset, side):
-        """Scale offsets relative to each head's largest window to the layer's largest."""
+        """Convert offsets from fractions of each head's largest window to those of the layer's."""
         if self.windows is None:
             return offset
         largest = max((self.max_left, self.max_right)[side], 1)
@@ -168,8 +168,8 @@ class TaLKConv(_RetainsDropout):
 
         `state` is None at the start and what the last call returned from then on: a
         :class:`TaLKConvState` of constant size, which is changed in place. Only for a causal
-        module. Unlike `forward`, 16-bit types are rounded once more by another divisor than the
-        layer's largest window, so that the state stays small.
+        module, else ValueError. With another divisor than the layer's largest window, 16-bit types
+        are rounded twice, not once as in `forward`: this keeps the state small.
         """
         if self.max_right:
             raise ValueError(f"step: expected a causal module, got max_right = {self.max_right}")

@@ -20,7 +20,7 @@ def rouge_sums(hypotheses, references, sentence_separator=None):
         sentence_separator: text that separates sentences besides the newline (default: none).
 
     Returns ``{"rouge_1": sum, …}``, each between 0 and the number of summaries. Raises ValueError
-    for another number of references than of hypotheses, and ImportError without rouge-score.
+    if the lists differ in length, and ImportError without rouge-score.
     """
     wanted, given = len(references), len(hypotheses)
     if given != wanted:

@@ -42,7 +42,7 @@ def name_file_of_bad_options(original, path, *args, **kwargs):
 def name_file_of_bad_training_state(original, self, filename, *args, **kwargs):
     """Name the checkpoint in errors about the optimizer or the data loader; fairseq does not.
 
-    A moving average that it holds is of no use after that.
+    Drops the moving average from what it returns, since nothing reads it after that.
     """
     with naming(filename):
         extra_state = original(self, filename, *args, **kwargs)
@@ -128,7 +128,7 @@ def translate_published_options(original, state):
 
 @patches("fairseq.checkpoint_utils", "torch_persistent_save")
 def save_checkpoints_whole(original, obj, filename, async_write=False):
-    """Write a checkpoint to disk before it gets its name, and begin each of three tries anew.
+    """Write a checkpoint to disk before it gets its name; start each of three tries from scratch.
 
     Without it: fairseq tries three times to write into the same open file. After a full disk the
     file begins with the part that was written first, and nothing can read it. What iopath writes
@@ -148,7 +148,7 @@ def save_checkpoints_whole(original, obj, filename, async_write=False):
 
 @patches("fairseq.file_io.PathManager", "copy")
 def copy_checkpoints_whole(original, src_path, dst_path, overwrite=False):
-    """Copy a checkpoint over the last or the best one at once, never in place.
+    """Replace the last or the best checkpoint by a copy in one step, never in place.
 
     Without it: a run that is killed while it saves leaves part of ``checkpoint_last.pt``.
     """

@@ -70,8 +70,8 @@ def group_batches_from_resumed_position(
 def shuffle_epochs_after_curriculum(original, self, epoch, shuffle, *args, **kwargs):
     """Shuffle the epochs after the first N of ``--curriculum N``.
 
-    Without it: none is, since fairseq says whether to shuffle where it makes a data loader, which
-    it does once for all epochs; a run that resumes makes another.
+    Without it: none is shuffled, since fairseq decides that when it makes a data loader, once for
+    all epochs; a run that resumes makes another.
     """
     if self.reuse_dataloader and self.dataloader is not None:
         self.epoch_batch_sampler.shuffle = shuffle
@@ -86,7 +86,7 @@ def save_number_of_shards(original, self):
 
 @patches("fairseq.data.iterators.EpochBatchIterator", "load_state_dict")
 def resume_epoch_with_other_world_size(original, self, state_dict):
-    """Resume an epoch where all processes that shared it have come to.
+    """Resume an epoch where the processes that shared it stopped.
 
     Batches are dealt out in one order, so the sum of what all processes have had tells where to
     resume; what the new processes cannot share evenly is seen again. Raises ValueError during an

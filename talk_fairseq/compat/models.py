@@ -35,7 +35,7 @@ def return_swish_as_function(original, activation):
 @patches_command("train", "add_defaults")
 @patches("fairseq.dataclass.initialize", "add_defaults")
 def apply_arch_defaults_in_yaml(original, cfg):
-    """Set what the arch sets before the defaults of the model's dataclass are.
+    """Apply the defaults of the arch before those of the model's dataclass.
 
     The longest source and target are those of the task, as where flags set both. Without it:
     ``fairseq-hydra-train`` takes the defaults of the model for those of the arch; ``_name:

@@ -94,9 +94,9 @@ def name_flags_that_limit_lengths(original, self, *args, **kwargs):
 def check_learned_positions(original, self, input, incremental_state=None, positions=None):
     """Raise ValueError that names the flags for more tokens than learned positions.
 
-    Only the number of columns is looked at, which is at least that of the positions. ``forward``
-    stays as it is for TorchScript, which compiles it. Without it: ``IndexError: index out of range
-    in self``, or on a GPU a failed assertion of the device that ends the process.
+    Tokens are only counted where there are more columns than positions. ``forward`` stays as it is,
+    since TorchScript compiles it. Without it: ``IndexError: index out of range in self``, or on a
+    GPU a failed assertion of the device that ends the process.
     """
     tokens = input.shape[1]
     if positions is None and tokens > self.max_positions:

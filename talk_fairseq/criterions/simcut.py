@@ -48,7 +48,7 @@ class SimCutCriterion(label_smoothed_cross_entropy.LabelSmoothedCrossEntropyCrit
         self.simcut_alpha, self.simcut_cutoff = cfg.simcut_alpha, cfg.simcut_cutoff
 
     def compute_loss(self, model, net_output, sample, reduce=True):
-        """``(loss, nll_loss)``, sums over the tokens, or of each of them without `reduce`."""
+        """Return ``(loss, nll_loss)``: sums over the tokens or, without `reduce`, one for each."""
         loss, nll_loss = super().compute_loss(model, net_output, sample, reduce)
         if model.training and self.simcut_alpha > 0:
             with embeddings_cut(model, self.simcut_cutoff):

@@ -54,7 +54,7 @@ class TaLKConvUnitConfig:
     """
 
     activation_fn: str = option("swish", "activation function")
-    decoder_max_left: Any = option("3,7,15,31x3", "largest window to the left of each layer")
+    decoder_max_left: Any = option("3,7,15,31x3", "each layer's largest window to the left")
     decoder_talk_heads: Optional[int] = option(None, "window heads (default: attention heads)")
     decoder_conv_dim: Optional[int] = option(
         None, "channels of the decoder's windows (default: of its embedding)"
@@ -80,8 +80,8 @@ class TaLKConvConfig(TaLKConvUnitConfig, _flat_transformer_config()):
     """What `fairseq-train` takes as flags and a YAML takes as keys of `model`."""
 
     encoder_layers: int = option(7, "number of encoder layers")
-    encoder_max_left: Any = option("3,7,15,31x4", "largest window to the left of each layer")
-    encoder_max_right: Any = option(None, "likewise to the right (default: as --encoder-max-left)")
+    encoder_max_left: Any = option("3,7,15,31x4", "each layer's largest window to the left")
+    encoder_max_right: Any = option(None, "largest to the right (default: as --encoder-max-left)")
     encoder_talk_heads: Optional[int] = option(None, "window heads (default: attention heads)")
     encoder_conv_dim: Optional[int] = option(
         None, "channels of the encoder's windows (default: of its embedding)"
@@ -151,11 +151,11 @@ def nested_config(cfg, config):
 
 
 def set_windows(side, name):
-    """Set ``windows`` and ``kept`` of the config `side`, the encoder's or the decoder's by `name`.
+    """Set the windows and the layers to keep in `side`, the config of the side `name`.
 
-    The first is an iterator over ``(max_left, max_right)``, from which each layer that is built
-    takes the next; the other are the layers that ``layers_to_keep`` leaves, or None. Raises
-    ValueError for windows and layers that do not fit.
+    ``windows`` iterates over ``(max_left, max_right)``: each layer that is built takes the next.
+    ``layers`` becomes the number of kept layers. With ``layers_to_keep``, ``kept`` lists them and
+    ``unpruned`` is the number before; else both are None. ValueError for what does not fit.
     """
     left = window_list(f"{name}_max_left", side.max_left, side.layers)
     right = left

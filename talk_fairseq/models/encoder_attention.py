@@ -111,7 +111,7 @@ class EncoderAttention(MultiheadAttention):
                 steps = torch.arange(count, device=q.device).view(-1, 1, 1)
                 state["distances"] = (positions - steps).abs()
                 state["positions"] = positions - count
-            # In float32, also of halves.
+            # The result is in float32, also for 16-bit scores.
             distances = state["distances"][:, :, :T]
             scores = torch.addcmul(scores, self.slopes, distances, value=-1)
             state["distances"] = state["distances"][:, :, T:]

@@ -26,8 +26,8 @@ def kept_layers(name, keep, layers):
 def prune_parameters(state_dict, name, kept, layers):
     """Return the parameters of the layers `kept` of the `layers` of the side `name`, renumbered.
 
-    Those of a model that has no more layers stay as they are. Raises ValueError for one of another
-    number, such as a model that was pruned to other layers.
+    A model that has no more layers than are kept stays as it is. Raises ValueError for any other
+    number of layers, such as that of a model that was pruned to other layers.
     """
     layer = re.compile(rf"({name}\.layers\.)(\d+)(\..*)")
     found = {key: layer.fullmatch(key) for key in state_dict}

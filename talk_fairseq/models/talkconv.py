@@ -125,10 +125,10 @@ class TaLKConvModelBase:
     def from_pretrained(
         cls, model_name_or_path, checkpoint_file="model.pt", data_name_or_path=".", **kwargs
     ):
-        """Load a model as fairseq does.
+        """Load a model as fairseq does, and return its hub interface.
 
-        Raises ValueError that names ``data_name_or_path`` where it is no folder with dictionaries;
-        one that begins with ``.`` is below the folder of the model.
+        A ``data_name_or_path`` that begins with ``.`` is relative to the folder of the model.
+        Raises ValueError that names it where it is not a folder with dictionaries.
         """
         here = model_name_or_path if str(data_name_or_path).startswith(".") else "."
         folder = Path(here, data_name_or_path)

@@ -25,7 +25,7 @@ class TaLKConvLanguageModelConfig(TaLKConvUnitConfig, TransformerLanguageModelCo
     decoder_input_dim: Optional[int] = option(None, "input width (default: --decoder-embed-dim)")
     decoder_output_dim: Optional[int] = option(None, "output width (default: --decoder-embed-dim)")
     adaptive_input_cutoff: Any = option(None, "where bands of the input end, as 20000,60000")
-    adaptive_softmax_cutoff: Any = option(None, "likewise of --criterion adaptive_loss's softmax")
+    adaptive_softmax_cutoff: Any = option(None, "the same for the softmax of adaptive_loss")
     character_filters: Any = option(
         "[(1, 64), (2, 128), (3, 192), (4, 256), (5, 256), (6, 256), (7, 256)]",
         "width and channels of each convolution over the characters of a word",

@@ -153,7 +153,7 @@ def backward(
 
 @_jit
 def _prefix(k, row, total):
-    """Return the prefix sum at slot `k`, which has the `row`: 0 at -1, the turn before it below."""
+    """Return P at slot `k`, which holds `row`: 0 for -1, and of the turn before for a lower `k`."""
     return row if k >= 0 else 0.0 if k == -1 else row - total
 
 

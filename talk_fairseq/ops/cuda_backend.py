@@ -120,8 +120,8 @@ class _Pass:
         self._workspace = {
             field: count * kind.itemsize for field, (count, kind) in plan.workspace.items()
         }
-        # Arguments that no call is filling in: each takes one out, and puts it back when a launch
-        # has copied it.
+        # Arguments that no call is using. A call takes one, and puts it back after its launches,
+        # which copy it.
         self._idle = []
 
     def __call__(self, x, **fields):
@@ -143,7 +143,7 @@ class _Pass:
             pieces[_COUNTERS].zero_()
         for launch in self._launches:
             launch(address)
-        del pieces  # whose memory the kernels, launched before, have to themselves
+        del pieces  # the stream gives their memory to later kernels only
         self._idle.append((argument, parameters, address))
 
 
@@ -208,10 +208,10 @@ class _Gpu:
         self.shared_memory = cupy.cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"]
 
     def launcher(self, file, dtype, name, blocks, threads, shared):
-        """A launch on the stream that is current when it is made.
+        """Return a function that launches a kernel on the stream that is current when it is called.
 
-        It takes the driver's own call: CuPy's looks up its current device and stream besides, and
-        reads the argument as an array.
+        It calls the driver itself: CuPy's own launch also looks up a device and a stream, and reads
+        the argument as an array.
         """
         function = _kernel(self, file, dtype, name).ptr
         launch, stream = cupy.cuda.driver.launchKernel, torch._C._cuda_getCurrentRawStream
@@ -224,10 +224,10 @@ _gpu = functools.cache(_Gpu)
 
 @functools.cache
 def _kernel(gpu, file, dtype, name):
-    """One kernel on one GPU; compiles all of a file and `dtype` at the first call.
+    """Return a kernel on a GPU; the first call compiles all kernels of the file for `dtype`.
 
-    Its blocks may use all that the device lets one have: at a launch, two threads might each set
-    what they need, and one of them launch with too little.
+    Its limit of shared memory is set once, to the device's: if each launch set what it needs,
+    another thread could lower the limit before that launch.
     """
     with cupy.cuda.Device(gpu.index):
         kernel = _MODULES[file, dtype].get_function(name)

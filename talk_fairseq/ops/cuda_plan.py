@@ -19,12 +19,12 @@ _REACH, _SPAN = _CONSTANTS["REACH"], _CONSTANTS["SPAN"]
 _DOTS = _CONSTANTS["DOTS"]
 _MAX_THREADS, _BACKWARD_THREADS = _CONSTANTS["MAX_THREADS"], _CONSTANTS["BACKWARD_THREADS"]
 
-# Channels that a thread of a `wide` kernel moves at a time: where prefix sums stand in global
-# memory, and in all others.
+# Channels that a thread of a `wide` kernel moves at a time: in a forward pass with prefix sums in
+# global memory, and in the other kernels, except the backward pass (see _backward_kernel).
 _GLOBAL_WIDTH = {"float64": 2, "float32": 4, "float16": 8, "bfloat16": 8}
 _WIDTH = {"float64": 2, "float32": 4, "float16": 4, "bfloat16": 4}
 
-_TILE = 256  # rows of a tile or chunk, unless memory is short
+_TILE = 256  # rows of a forward tile where prefix sums are in global memory
 _STAGED = 320  # rows of a forward tile with its halo; a multiprocessor holds three such blocks
 
 # Rows that a thread of a short convolution walks: forward, and backward at least and at most, since
@@ -110,10 +110,10 @@ def plan_backward(
             pieces += [staged * row, 2 * end * staged, 4 * staged]
         return _bytes(*pieces)
 
-    # One kernel, as long as a tile and its halo fit: twice on a multiprocessor if half of the
-    # threads have rows then; each block takes 1 KiB besides. The tiles follow from the windows
-    # alone, so that a sentence's bits do not depend on the padding behind it. Windows too large for
-    # that (some 100 rows on either side) take it too if the whole sequence fits.
+    # One kernel, as long as a tile and its halo fit. Two blocks share a multiprocessor if half of
+    # the threads have rows then (each takes 1 KiB more). The tiles follow from the windows
+    # alone, so that a sentence's bits do not depend on the padding behind it. Larger windows (over
+    # some 100 rows on either side) take this kernel too if the whole sequence fits.
     before, after = _halo(max_right), _halo(max_left)
     most = threads // lanes * rows  # rows of a tile
     tiles = (
@@ -186,7 +186,7 @@ def plan_short_forward(dtype, aligned, shared_memory, T, B, C, taps, left):
 def plan_short_backward(dtype, aligned, shared_memory, T, B, C, taps, left):
     """Plan the backward pass of a short convolution: runs, and the sum over them."""
     kernel, width = _kernel(_WIDTH, NAMES[dtype], C, aligned)
-    rows = min(max(_SHORT_BACKWARD, _ceil(T * B, 512)), _SHORT_MOST)  # some 512 runs or more
+    rows = min(max(_SHORT_BACKWARD, _ceil(T * B, 512)), _SHORT_MOST)  # for about 512 runs
     runs = _runs(T, rows, B)
     numbers = {"T": T, "B": B, "C": C, "taps": taps, "left": left, "rows": rows}
     workspace = {"sums": (runs * taps * C, torch.float64)}

@@ -33,8 +33,8 @@ def backend_name(x):
 def steps_are_plain(x, other, rows):
     """Return whether a step of decoding is computed in plain PyTorch, whose state is a new tensor.
 
-    That is where TALK_CONV_BACKEND says so, where gradients of `x`, of the `other` input or of the
-    state's `rows` are needed, and where PyTorch transforms, compiles or traces the step.
+    That is where the backend is the reference, where gradients of `x`, of the `other` input or of
+    the state's `rows` are needed, and where PyTorch transforms, compiles or traces the step.
     """
     return (
         backend_name(x) == "reference"
@@ -137,7 +137,7 @@ def _register(schema, kernel, fake, save=None, differentiate=None, reference=Non
 
     def no_derivative(*_):
         raise RuntimeError(
-            f"talk_conv::{name}: expected no derivative of it to be needed; "
+            f"talk_conv::{name}: expected no derivative through it, got one; "
             "talk_conv_reference has second derivatives, and so has TALK_CONV_BACKEND=reference"
         )
 

@@ -1,4 +1,4 @@
-"""The TaLK operator to read: plain PyTorch, any device, twice differentiable."""
+"""The TaLK operator in plain PyTorch, for readers: any device, twice differentiable."""
 
 import torch
 
@@ -6,10 +6,10 @@ from talk_fairseq.ops.state import sums_dtype
 
 
 def talk_conv_reference(x, offset_left, offset_right, max_left, max_right):
-    """Compute :func:`talk_fairseq.talk_conv` in plain PyTorch, with the same arguments.
+    """Return what :func:`talk_fairseq.talk_conv` does, in plain PyTorch, with arguments unchecked.
 
     Each output is the difference of a prefix sum at two real-valued positions (equations 3 to 6
-    of the paper), computed in float64::
+    of the paper), computed in float64, or in float32 on devices without it::
 
         S(k)   = x[0] + ... + x[k - 1], linear between integers
         out[t] = (S(min(t + 1 + u_r, T)) - S(max(t - u_l, 0))) / (max_left + max_right + 1)
@@ -19,7 +19,7 @@ def talk_conv_reference(x, offset_left, offset_right, max_left, max_right):
     """
     T, B, C = x.shape
     H = offset_left.shape[2]
-    max_left, max_right = int(max_left), int(max_right)  # NumPy's overflow
+    max_left, max_right = int(max_left), int(max_right)  # NumPy's integers may overflow
     wide = sums_dtype(torch.float64, x.device)
     rows = x.to(wide).reshape(T, B, H, C // H)
     prefix = torch.cat([rows.new_zeros(1, *rows.shape[1:]), rows.cumsum(0)])
@@ -65,12 +65,12 @@ def talk_conv_update_reference(x, offset_left, sums, steps, max_left):
 
     Args:
         x: (S, B, C). offset_left: (S, B, H).
-        sums: (L, B, C), a ring of running sums that start anew at every L-th step; not changed.
+        sums: (L, B, C), a ring of running sums that restart at every L-th step; not changed.
         steps: how many time steps there were before.
         max_left: tokens that an offset of 1 reaches to the left.
 
-    At time t, with ``first = t - t % L`` and ``P(k) = x[first] + ... + x[k]``, which for an
-    earlier k is minus the sum of what lies between::
+    At time t, with ``first = t - t % L`` and ``P(k) = x[first] + ... + x[k]``, which for a k
+    before ``first`` is minus the sum of the rows between::
 
         out[t] = (P(t) - P(t - whole - 1) + fraction * x[t - whole - 1]) / (max_left + 1)
     """

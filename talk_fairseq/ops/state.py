@@ -84,10 +84,10 @@ class TaLKConvState(_Ring):
         window over steps 10 to 13 = (12-13) + (6-11) - (6-9)
 
     Args:
-        B: sequences, C: channels.
-        reach: the longest window to come, in tokens: ``ceil(max_left * largest offset)``.
-        dtype: x's; see `sums_dtype`.
-        device: x's.
+        B, C: the numbers of sequences and of channels.
+        reach: the longest window to come, ``ceil(max_left * largest offset)`` tokens; ValueError
+            unless it is a whole number >= 0.
+        dtype, device: those of x (default: float32 on the CPU); see `sums_dtype`.
     """
 
     __slots__ = ()
@@ -100,9 +100,9 @@ class TaLKConvState(_Ring):
 
 
 class ShortConvState(_Ring):
-    """Hold the last K inputs of a causal short convolution of K taps; others as in TaLKConvState.
+    """Hold the last K inputs of a causal short convolution of K taps.
 
-    Before the first K steps, the rows of those that do not exist are 0.
+    Rows are 0 until their steps are taken. The other arguments are those of TaLKConvState.
     """
 
     __slots__ = ()
@@ -114,9 +114,9 @@ class ShortConvState(_Ring):
 
 
 def reorder_rings(states, new_order):
-    """Call ``state.reorder(new_order)`` of all the states of these classes, of the same sequences.
+    """Reorder all these states of the same sequences, each as ``state.reorder(new_order)`` does.
 
-    On a GPU a launch takes longer than what it does here, so there are two for all on a device.
+    On a GPU a launch takes longer than this work, so the states on a device share two launches.
     """
     for device in dict.fromkeys(state.rows.device for state in states):
         here = [state for state in states if state.rows.device == device]

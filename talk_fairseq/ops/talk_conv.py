@@ -19,27 +19,27 @@ def talk_conv(x, offset_left, offset_right, max_left, max_right):
 
         out[t] = sum of x over [t - u_l, t + u_r] / (max_left + max_right + 1)
 
-    where a token that an end cuts counts by the part inside, and ends stop at the sequence's.
-    Time and memory are linear in T, whatever the windows, as long as offsets are not far above 1;
-    docs/operator.md says how much memory.
+    where a token at either end counts by the part of it inside, and windows stop at the ends of the
+    sequence. Time and memory are linear in T for any windows, as long as offsets are not far above
+    1; docs/operator.md says how much memory.
 
     Args:
         x: (T, B, C) in float64, float32, float16 or bfloat16; any strides.
         offset_left: (T, B, H) relative reach to the left, finite and >= 0 (above 1 is fine).
             The C / H channels of a head share it. Any of the four dtypes; float32 beside a
             float16 or bfloat16 `x` keeps the positions exact.
-        offset_right: likewise to the right, or None for the causal form.
+        offset_right: the same to the right, or None for the causal form.
         max_left: int >= 0, tokens that an offset of 1 reaches to the left.
-        max_right: likewise to the right; 0 in the causal form.
+        max_right: the same to the right; 0 in the causal form.
 
     Returns:
         (T, B, C) in x's dtype; differentiable in x and both offsets. float16 and bfloat16
         are computed in float32 or better and rounded once. A negative or NaN offset gives NaN.
 
     Raises:
-        TypeError: an argument is not a tensor (or an int) of an expected dtype.
-        ValueError: shapes or devices do not match, H does not divide C, a window is negative,
-            or ``TALK_CONV_BACKEND`` (reference, cpu, cuda) names a backend that cannot take `x`.
+        TypeError: `x` or an offset is not a tensor of these dtypes, or a window is not an int.
+        ValueError: shapes (H divides C), devices, windows or ``TALK_CONV_BACKEND`` do not fit.
+        RuntimeError: the backend's package is missing: Numba on the CPU, CuPy on a GPU.
 
     Equivalent to a weight for each pair of time steps, which is never built::
 
@@ -78,12 +78,12 @@ def talk_conv_update(x, offset_left, state, max_left):
         max_left: int >= 0, tokens that an offset of 1 reaches to the left.
 
     Returns:
-        (S, B, C) in x's dtype. An offset that is negative or NaN gives NaN. So does one beyond the
-        state's reach, once there have been more steps; until then, the window ends at the first.
+        (S, B, C) in x's dtype. A negative or NaN offset gives NaN. So does one beyond the state's
+        reach, once there have been more steps than that; until then the window ends at the first.
 
     Raises:
-        TypeError, ValueError: as :func:`talk_conv`; TypeError for a `state` of another type,
-            ValueError for one of other sequences, channels, device or dtype.
+        TypeError, ValueError: as :func:`talk_conv`, and for a `state` that does not fit `x`.
+        RuntimeError: as :func:`talk_conv`, and during the capture of a CUDA graph.
 
     Equivalent to ``talk_conv(xs, offsets, None, max_left, 0)[-S:]`` with `xs` and `offsets` of all
     the steps so far.
@@ -91,7 +91,7 @@ def talk_conv_update(x, offset_left, state, max_left):
     _validate(x, offset_left, None, max_left, 0)
     if not isinstance(state, TaLKConvState):
         raise TypeError(f"state: expected a TaLKConvState, got {type(state).__name__}")
-    max_left = int(max_left)  # NumPy's overflow
+    max_left = int(max_left)  # NumPy's integers may overflow
     return talk_conv_update_unchecked(x, offset_left, state, max_left)
 
 

@@ -22,9 +22,9 @@ class FusedAdam(torch.optim.Optimizer):
               - lr * sqrt(1 - beta2**n) / (1 - beta1**n) * m / (sqrt(v) + eps)
 
     Results differ from fairseq's by rounding alone. The state has fairseq's names and types, so
-    that either optimizer goes on from a checkpoint of the other. Parameters in float16 or bfloat16
-    have states in float32, and are rounded once an update. The arguments are as of
-    ``torch.optim.AdamW``. Raises RuntimeError for a sparse gradient.
+    that either optimizer can resume from a checkpoint of the other. Parameters in float16 or
+    bfloat16 have states in float32, and are rounded once per update. Arguments are those of
+    ``torch.optim.AdamW``, but `weight_decay` defaults to 0. RuntimeError for a sparse gradient.
     """
 
     supports_memory_efficient_fp16 = True

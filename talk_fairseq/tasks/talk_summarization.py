@@ -48,7 +48,7 @@ class TaLKSummarizationConfig(TranslationConfig):
         None, "remove BPE before computing ROUGE", argparse_const="@@ "
     )
     eval_rouge_sentence_separator: Optional[str] = option(
-        None, "what separates the sentences of a summary for rouge_lsum: ' . '"
+        None, "text between the sentences of a summary, such as ' . ', for rouge_lsum"
     )
     eval_rouge_print_samples: bool = option(False, "print a summary of each batch in validation")
 
@@ -70,7 +70,7 @@ class TaLKSummarizationTask(TranslationTask):
         super().__init__(cfg, src_dict, tgt_dict)
 
     def build_dataset_for_inference(self, src_tokens, src_lengths, **kwargs):
-        """Return a data set of sources alone (fairseq-interactive), cut before their last token."""
+        """Return sources as a data set (fairseq-interactive), cut with their last token kept."""
         longest = self.cfg.max_source_positions
         src_tokens = [torch.cat([tokens[:-1][: longest - 1], tokens[-1:]]) for tokens in src_tokens]
         src_lengths = [len(tokens) for tokens in src_tokens]

@@ -8,7 +8,7 @@ The encoder-decoders have the same sizes and layers, random weights, and no embe
 (tied ones would make them repeat one word). The convolutions have GLU, and kernels as wide as
 TaLK's windows. fairseq's DynamicConv always unfolds; `dynamicconv-band` has the encoder's
 convolutions in band matrices, and `dynamicconv-following` the attention to the encoder of
-talkconv_plus. Each hypothesis is as long as its source.
+talkconv_plus. A hypothesis is one token longer than its source.
 
 First checks TaLK's operator against the reference. Then runs the models in turn and takes medians.
 Tokens are those of the best hypotheses, with their ends. Peak memory is what a batch takes beyond

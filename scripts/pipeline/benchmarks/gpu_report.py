@@ -1,4 +1,4 @@
-"""Report on a GPU in one command: is the operator right there, and how fast.
+"""Report on a GPU in one command: whether the operator is right there, and how fast it is.
 
     scripts/gpu_report.sh                     all of it, in nine minutes
     scripts/gpu_report.sh --minutes 30 --out somewhere
@@ -90,7 +90,7 @@ def missing(stage):
 
 
 def run_stage(command, seconds, prefix):
-    """Run a stage in a process of its own, for so many seconds: ``(state, why)``."""
+    """Run a stage in its own process for at most `seconds`, and return ``(state, why)``."""
     command = command.replace("PREFIX", shlex.quote(str(prefix)))
     words = shlex.split(command.replace("PYTHON", shlex.quote(sys.executable)))
     for old in prefix.parent.glob(f"{prefix.name}.*"):

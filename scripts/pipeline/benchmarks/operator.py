@@ -27,7 +27,7 @@ from talk_fairseq import TaLKConvState, talk_conv, talk_conv_reference, talk_con
 
 SIZES = (10, 1024, 16)  # B, C and H of the paper
 MODES = ("forward", "forward+backward", "backward")
-# By how much an output may be off, relative to the largest; the others by four times as much.
+# The largest error of an output, relative to its largest number; gradients may have four times it.
 BOUNDS = {"float64": 1e-11, "float32": 2e-6, "float16": 6e-4, "bfloat16": 4e-3}
 WINDOW = 31  # largest window to either side
 GRAPH = "TaLK, CUDA graph"

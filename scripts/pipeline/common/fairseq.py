@@ -29,7 +29,7 @@ TAIL = 15  # lines of a log that an error shows
 
 
 def set_environment(device):
-    """Begin this process anew in the environment that suits the device, unless it has it.
+    """Restart this process in the environment that suits the device, unless it is in it.
 
     For programs that compute themselves: some of CPU_ENVIRONMENT counts only when a process begins.
     On the device "cuda" one GPU is left, as fairseq takes every one that it sees.

@@ -33,7 +33,7 @@ def write_json(path, value):
 
 
 def read_json(path, missing=None):
-    """Return what a JSON file holds, or what is given as `missing`. ValueError names a bad file."""
+    """Return what a JSON file holds, or `missing` for no file. ValueError names a bad file."""
     if missing is not None and not path.exists():
         return missing
     try:

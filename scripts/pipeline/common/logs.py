@@ -103,7 +103,7 @@ def read_runs(path):
     Training is as of each log interval, or of each epoch where no interval was logged. A session
     that resumes a checkpoint goes on from there, and one that begins anew replaces what was before.
 
-    Raises ValueError for no log, nothing of a training in it, or several in the folder itself.
+    Raises ValueError if there is no log, no training in it, or several in the folder itself.
     """
     path = Path(path)
     logs = [path] if path.is_file() else [*path.glob("*.log"), *path.glob("log.txt")]

@@ -29,7 +29,7 @@ def configure(words):
 
 
 def build_generator(model, task, **generation):
-    """Make `model` ready for fairseq's beam search with these options, and return that."""
+    """Return fairseq's beam search with these options, for which `model` is prepared in place."""
     from fairseq.dataclass.configs import GenerationConfig
 
     cfg = argparse.Namespace(generation=GenerationConfig(**generation))

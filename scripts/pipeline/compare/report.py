@@ -66,7 +66,7 @@ def table(results):
 
 
 def reached(systems):
-    """Return the lines of a table of when each system validates as well as each other at its best.
+    """Return the lines of a table of when each system validates as well as others at their best.
 
     The validation is that of the first seed that was trained.
     """

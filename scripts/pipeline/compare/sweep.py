@@ -84,8 +84,8 @@ def parse(arguments=None):
     add = options.add_argument
     add("--preset", choices=("cpu", "cpu_long", "cpu_small", "gpu"), default="cpu",
         help="cpu: small models, 4 to 10 minutes for each rate of a system on two cores; cpu_long: "
-        "translation and language models by them, with five times as many updates and more "
-        "dropout; cpu_small: the same by the best systems with 1M parameters, and three seeds; "
+        "these models with five times as many updates and more dropout, not for summaries; "
+        "cpu_small: the best systems at 1M parameters with three seeds, not for summaries; "
         "gpu: models of IWSLT's size and three seeds on one GPU (default: cpu)")  # fmt: skip
     add("--task", choices=TITLES, default="mt", help="see above (default: mt)")
     add("--data", type=Path, help="another corpus: {train,valid,test}.LANG, one sentence a line, "
@@ -276,9 +276,9 @@ class Comparison:
         return training_words(self.args, self.folder.binarised, system, rate)
 
     def train(self, name, seed, point):
-        """Write the average of a run's last checkpoints. Goes on from its last checkpoint.
+        """Train a run, from its last checkpoint if there is one, and average its last checkpoints.
 
-        A run that diverges is out, not to be tried again; `diverged` in its folder says so.
+        A run that diverges is not tried again; the file `diverged` in its folder says so.
         """
         args, folder = self.args, self.run_folder(name, seed, point)
         title = f"{name}, seed {seed}, at {point.replace('_', ', warm-up ')}"
@@ -465,7 +465,7 @@ class Comparison:
 
 
 def compare(arguments=None):
-    """Run a comparison; return 1 if some of it failed. Raises as `pipeline.common.command.run`."""
+    """Run a comparison. Raises BadInput for bad options, and Failed if a part of it failed."""
     args = parse(arguments)
     if arguments is None:  # this process is the command's own
         set_environment(args.device)

@@ -1,7 +1,7 @@
 """Prepare a benchmark of the papers: from published archives to a folder that fairseq trains on.
 
-``scripts/prepare_BENCHMARK.sh`` runs this. What a benchmark consists of, and how many lines that
-is, stands in benchmarks.yaml. The stages are
+``scripts/prepare_BENCHMARK.sh`` runs this. data/benchmarks.yaml says what a benchmark consists of
+and how many lines it has. The stages are
 
     plain -> tokenized -> pieces -> data-bin
 
@@ -63,8 +63,8 @@ class Preparation:
     def check(self, what, found, published, exact=True):
         """Note a number beside the published ones.
 
-        Raises ValueError where it is another, unless the data is meant to be other. A number that
-        is not `exact` may differ by one in fifty, and more is a warning.
+        Raises ValueError if it is none of these, unless --other-counts was given. A number that is
+        not `exact` may differ by one in fifty; beyond that it prints a warning.
         """
         values = {"what": what, "found": found, "published": published, "exact": exact}
         self.prepared["checks"].append(values)
@@ -172,7 +172,7 @@ def write_tokenized(prep):
 
 
 def write_pieces(prep):
-    """Write ``sentencepiece.model``, learnt of both languages, and all splits as ``pieces.…``."""
+    """Write ``sentencepiece.model``, learnt from both languages, and all splits as ``pieces.…``."""
     benchmark, model = prep.benchmark, prep.folder / "sentencepiece.model"
     show("learning the pieces")
     text.learn_pieces(

@@ -1,6 +1,6 @@
 """Text of parallel corpora: reading the published formats, tokenising, cleaning, subwords.
 
-Everything works on lines or chunks of lines, so only those that pieces are learnt of are in memory.
+Everything works on lines or chunks of lines; only the lines to learn pieces from are in memory.
 """
 
 import functools

@@ -150,7 +150,7 @@ def cutter(path=None):
 def look_at(model, task, cut, text, target=None, names=("--text", "--target"), longest=math.inf):
     """Return ``{side: (tokens, [Layer, …])}`` of a sentence and its translation.
 
-    Without a `target` it is the encoder alone; that of a language model is the `text`.
+    Without a `target`, only the encoder is in it; a language model takes the `text` alone.
 
     Args:
         cut: what `cutter` returns.

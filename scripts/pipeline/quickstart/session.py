@@ -144,7 +144,7 @@ class Session:
     def train(self, title, folder, words, keep):
         """Train a model, unless that is done, and return how many updates it has had.
 
-        For as many as were asked for, or else by the clock, in two legs. In the first the learning
+        Without --updates, it trains by the clock, in two legs. In the first the learning
         rate stays up, for a third of the time. Its updates tell how many this machine will make in
         the rest, over which the rate falls to zero in the second. If the machine turns slower, the
         second leg still stops in time. A training that was stopped goes on where it was.

@@ -1,4 +1,4 @@
-"""The YAML files of configs/: reading them, their options, and in which two of them differ."""
+"""The YAML files of configs/: how to read them, their options, and how two of them differ."""
 
 import argparse
 import difflib

@@ -228,9 +228,9 @@ class Evaluation:
         self._ready = None  # (average, the file of it)
 
     def paths(self, average):
-        """Return the checkpoints of which a mean of so many is made; one is the best in validation.
+        """Return the checkpoints to average: the last `average` ones or, for 1, the best one.
 
-        Raises BadInput or ValueError if there are not so many.
+        With a moving average, the last one. Raises BadInput or ValueError if some are missing.
         """
         if average > 1:
             configs.check_average(self.config, average)

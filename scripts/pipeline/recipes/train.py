@@ -37,7 +37,7 @@ def parse(arguments):
     add("overrides", nargs="*", metavar="GROUP.KEY=VALUE", help="options that replace the config's")
     add("--data", help="binarised data (default: the config's, or data-bin/BENCHMARK)")
     add("--save-dir", help="folder of the run (default: the config's, or checkpoints/NAME)")
-    add("--devices", type=count, metavar="N", help="GPUs of this node to use (default: all)")
+    add("--devices", type=count, metavar="N", help="GPUs (default: the most that share the batch)")
     add("--cpu", action="store_true", help="use no GPU; --devices are then processes (default: 1)")
     add("--nodes", type=count, default=1, metavar="N", help="number of nodes")
     add("--rendezvous", metavar="HOST[:PORT]", help="the node of --nodes where all of them meet")
@@ -51,7 +51,7 @@ def parse(arguments):
 def check_folder(save_dir, trained):
     """Raise BadInput if `save_dir` holds the run of another config than `trained`.
 
-    The other batch of a session before stays in the record.
+    If an earlier session had another batch, its ``batch_tokens`` stay in `trained`.
     """
     record = save_dir / "trained.yaml"
     if record.exists():
@@ -111,7 +111,7 @@ def most_tokens(config):
 
 
 def whole_batch(recipe):
-    """Return the most tokens that an update of the recipe sees; one step of one process each."""
+    """Return the most tokens of an update of the recipe, by default one step of one process."""
     steps = OmegaConf.select(recipe, "optimization.update_freq") or [1]
     processes = OmegaConf.select(recipe, "distributed_training.distributed_world_size") or 1
     return most_tokens(recipe) * steps[0] * processes
