@@ -39,7 +39,8 @@ class Played:
 
     def __init__(self, monkeypatch, verses):
         self.ran, self.stop_at, self.broken, self.nan = [], None, None, None
-        self.verses, self.why, self.best_warmup = verses, "RuntimeError: no", None
+        self.verses, self.why = verses, "RuntimeError: no"
+        self.best_warmup, self.best_rates = None, {}  # with other warm-ups, a rate of 2e-3
         monkeypatch.setattr(Commands, "run", lambda *a, **k: self.run(*a, **k))
         monkeypatch.setattr(average, "average_checkpoints", str)
         monkeypatch.setattr(average, "save", lambda paths, to: to.write_text(paths))
@@ -81,7 +82,8 @@ class Played:
             with open(log, "a") as file:
                 file.write("INFO | num. shared model params: 1,234 (num. trained: 1,234)\n")
                 for updates in (2, 4):
-                    loss = 9 - updates + abs(2 - 1e3 * float(rate))
+                    best = self.best_rates.get(warmup, 2e-3)
+                    loss = 9 - updates + abs(1e3 * best - 1e3 * float(rate))
                     loss += abs((self.best_warmup or warmup) - warmup) / 1e3
                     file.write(valid_line(updates, math.nan if self.nan in (name, "all") else loss))
         else:

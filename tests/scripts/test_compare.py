@@ -127,7 +127,7 @@ def test_rates_are_not_widened_without_end(played, verses, tmp_path, capsys):
     assert tried == ["1e-3", "4e-3", "5e-4", "2.5e-4", "1.25e-4", "6.25e-5"]
 
 
-def test_warmups_are_chosen_at_the_best_rate(played, verses, tmp_path, capsys):
+def test_warmups_are_chosen_at_the_best_rate_and_rates_again(played, verses, tmp_path, capsys):
     out = tmp_path / "run"
     options = arguments(verses, out, "--systems", "talkconv", "--lr", "1e-3,2e-3,4e-3")
     options += ["--updates", "1000", "--seeds", "2", "--warmup", "500"]
@@ -135,13 +135,15 @@ def test_warmups_are_chosen_at_the_best_rate(played, verses, tmp_path, capsys):
     assert sweep.main(options) == 0
     tried = [name.removeprefix("train talkconv") for name in played.ran if "train" in name]
     first = [" at 1e-3", "", " at 4e-3", " with 500", " with 125", " with 62", " with 31"]
-    assert tried == [*first, " with 62"]  # of the second seed; 250 is the preset's, at each rate
+    again = [" at 1e-3 with 62", " at 4e-3 with 62"]
+    # The last is of the second seed; 250 is the preset's, at each rate.
+    assert tried == [*first, *again, " with 62"]
     row = json.loads((out / "results.json").read_text())["systems"]["talkconv"]
     assert row["rates"]["chosen"] == "2e-3" and row["warmups"]["chosen"] == "62"
     assert (out / "talkconv/2e-3_62/2/generated").exists()
     printed = capsys.readouterr().out
     assert "training talkconv, seed 2, at 2e-3, warm-up 62" in printed
-    assert "14 of 14: measuring" in printed
+    assert "15 of 15: measuring" in printed
     assert "talkconv 2e-3 of 1e-3, 2e-3, 4e-3." in printed
     assert "talkconv 62 of 31, 62, 125, 250, 500." in printed
 
@@ -149,6 +151,25 @@ def test_warmups_are_chosen_at_the_best_rate(played, verses, tmp_path, capsys):
     assert sweep.main(options) == 0 and played.ran == []
     capsys.readouterr()
     assert "warmups" in refusal(capsys, *options[:-2])
+
+
+def test_the_best_rate_of_another_warmup_may_be_another(played, verses, tmp_path, capsys):
+    """It is then tried with other warm-ups too, and what has been trained is not trained again."""
+    out = tmp_path / "run"
+    options = arguments(verses, out, "--systems", "talkconv", "--lr", "1e-3,2e-3,4e-3")
+    options += ["--updates", "4000", "--warmup", "3000"]
+    played.best_warmup, played.best_rates = 3000, {3000: 3.5e-3}
+    assert sweep.main(options) == 0
+    tried = [name.removeprefix("train talkconv") for name in played.ran if "train" in name]
+    assert tried == [
+        " at 1e-3", "", " at 4e-3", " with 3000", " at 1e-3 with 3000", " at 4e-3 with 3000",
+        " at 8e-3 with 3000",
+    ]  # fmt: skip
+    row = json.loads((out / "results.json").read_text())["systems"]["talkconv"]
+    assert row["rates"]["chosen"] == "4e-3" and list(row["rates"]["validation"]) == [
+        "1e-3", "2e-3", "4e-3", "8e-3"
+    ]  # fmt: skip
+    assert row["warmups"]["chosen"] == "3000" and (out / "talkconv/4e-3_3000/1/generated").exists()
 
 
 def test_a_warmup_can_diverge_or_fail(played, verses, tmp_path, capsys):

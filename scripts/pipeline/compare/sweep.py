@@ -43,9 +43,9 @@ DESCRIPTION = """\
 Trains TaLK, Transformer, LightConv, DynamicConv and ConvS2S on the same text, cut into the same
 pieces, with as many parameters, for the same updates on the same batches, with the same schedule
 and seeds. Only the peak learning rate is each system's own: each is trained to the end at several,
-and the best on the validation set counts; further seeds have that one. With --warmup, warm-ups are
-chosen likewise, at that rate. Where the best of several rates or warm-ups is the highest or the
-lowest, twice or half of it is tried too, until the best is inside.
+and the best on the validation set counts; further seeds have that one. With --warmup, the warm-up
+is chosen at that rate, then the rate with that warm-up, and so on until neither changes. Where the
+best of several is the highest or the lowest, twice or half of it is tried too.
 Averages the last checkpoints, scores the test set, and measures speed and memory of all systems in
 turn. Systems and schedules are in configs/verses/; --systems takes what you add there.
 docs/compare.md says more, and what is in the folder; docs/results.md has what was measured.
@@ -104,9 +104,8 @@ def parse(arguments=None):
     add("--lr", type=learning_rates, metavar="A,B",
         help="peak learning rates to try (default: the preset's); best: each system's best one "
         "in docs/results.md")  # fmt: skip
-    add("--warmup", type=several(at_least(1)), metavar="A,B",
-        help="updates of the warm-up to try at the best rate, beside the preset's "
-        "(default: none)")  # fmt: skip
+    add("--warmup", type=several(at_least(1)), metavar="A,B", default=[],
+        help="updates of the warm-up to try, beside the preset's (default: none)")  # fmt: skip
     add("--jobs", type=at_least(1), metavar="N", help="trainings side by side (default: one per "
         "core, at most 4; gpu: 1)")  # fmt: skip
     add("--turns", type=at_least(1), metavar="N", default=5,
@@ -187,10 +186,9 @@ class Comparison:
         args: as `parse` returns them.
 
     Attributes:
-        rates: ``{system: {"chosen": rate, "validation": {rate: loss}}}`` of those that are trained.
-        warmups: likewise, with ``--warmup``.
-        points: ``{system: point}``, what is chosen: its rate, or ``RATE_WARMUP``.
-        failures: ``{(system, seed): why}``.
+        points: ``{system: point}``, the best so far: its rate, or ``RATE_WARMUP``.
+        losses: ``{system: {point: loss}}`` in validation, of seed 1; None if it diverged.
+        failures: ``{(system, seed): why}``, of which the systems have no point.
     """
 
     def __init__(self, args):
@@ -202,10 +200,11 @@ class Comparison:
             raise BadInput("--preset: expected cpu on a machine without a GPU, got gpu")
         tried = sum(map(len, args.rates.values()))
         if args.warmup:
-            tried += sum(len(self.warmups_of(name)) for name in args.systems)
+            tried += sum(len(self.listed(name, "warmup")) - 1 for name in args.systems)
         others = len(args.systems) * (2 * args.seeds - 1)  # with evaluations of all
         self.steps, self.numbers = 3 + tried + others, itertools.count(1)
-        self.rates, self.warmups, self.points, self.failures = {}, {}, {}, {}
+        self.points = {name: rates[0] for name, rates in args.rates.items()}
+        self.losses, self.failures = {name: {} for name in args.systems}, {}
 
     def open_folder(self):
         """Lock the folder. Raises BadInput if it is of other settings or in use."""
@@ -241,13 +240,7 @@ class Comparison:
         logging.disable(logging.INFO)  # fairseq and Hydra say much about what they set up
         side_by_side, jobs = self.commands.side_by_side, self.args.jobs
         self.prepare()
-        self.rates = self.choose(self.args.rates)
-        self.points = {name: found["chosen"] for name, found in self.rates.items()}
-        if self.args.warmup:
-            tried = {name: self.warmups_of(name) for name in self.points}
-            self.warmups = self.choose(tried, warmup=True)
-            chosen = {name: found["chosen"] for name, found in self.warmups.items()}
-            self.points = {name: self.point(name, warmup) for name, warmup in chosen.items()}
+        self.search()
         others = [(name, seed, self.points[name]) for name, seed in self.runs(2)]
         side_by_side(self.train, others, jobs)
         side_by_side(self.evaluate, self.runs(), jobs)
@@ -271,9 +264,9 @@ class Comparison:
 
     def words(self, name, point):
         """Return the words after fairseq-train of a system at a point."""
-        rate, _, warmup = point.partition("_")
-        system = self.args.systems[name] | ({"warmup-updates": int(warmup)} if warmup else {})
-        return training_words(self.args, self.folder.binarised, system, rate)
+        at, system = self.split(name, point), self.args.systems[name]
+        system = system | {"warmup-updates": int(at["warmup"])}
+        return training_words(self.args, self.folder.binarised, system, at["rate"])
 
     def train(self, name, seed, point):
         """Train a run, from its last checkpoint if there is one, and average its last checkpoints.
@@ -310,60 +303,90 @@ class Comparison:
             diverged.touch()
         remove(checkpoints)
 
-    def warmups_of(self, name):
-        """Return the warm-ups that a system tries: first that of its preset, then those listed."""
+    def listed(self, name, axis):
+        """Return the rates that a system tries, or its warm-ups, of which the preset's is first."""
+        if axis == "rate":
+            return self.args.rates[name]
         flags = training_flags(self.args, self.args.systems[name], "RATE")
         return list(map(str, dict.fromkeys([flags["warmup-updates"], *self.args.warmup])))
 
-    def point(self, name, warmup):
-        """Return the point of a warm-up at the chosen rate of a system."""
-        rate = self.rates[name]["chosen"]
-        return rate if warmup == self.warmups_of(name)[0] else f"{rate}_{warmup}"
+    def split(self, name, point):
+        """Return ``{"rate": rate, "warmup": warm-up}`` of a point."""
+        rate, _, warmup = point.partition("_")
+        return {"rate": rate, "warmup": warmup or self.listed(name, "warmup")[0]}
 
-    def choose(self, listed, warmup=False):
-        """Train each system with each of its listed values, and choose the best in validation.
+    def beside(self, name, axis, value):
+        """Return the point with another rate, or warm-up, than the best so far of a system."""
+        at = self.split(name, self.points[name]) | {axis: value}
+        presets = at["warmup"] == self.listed(name, "warmup")[0]
+        return at["rate"] if presets else f"{at['rate']}_{at['warmup']}"
 
-        Where the best of several is at an edge, twice or half of it is tried too. Values are rates,
-        or with `warmup`, the warm-ups at the rates that are chosen. Takes ``{system: values}``;
-        returns ``{system: {"chosen": value, "validation": {value: loss}}}``.
+    def search(self):
+        """Choose each system's rate, and with ``--warmup`` its warm-up, in turn until both stay."""
+        self.choose("rate", list(self.points))
+        moving = list(self.points) if self.args.warmup else []
+        for turn, axis in enumerate(itertools.cycle(("warmup", "rate"))):
+            if not moving:
+                return
+            if turn:  # which nobody foresaw
+                self.steps += sum(len(self.untried(name, axis)) for name in moving)
+            before = dict(self.points)
+            self.choose(axis, moving)
+            moving = [name for name in self.points if self.points[name] != before[name]]
+
+    def untried(self, name, axis):
+        """Return which of the listed rates, or warm-ups, a system has not had beside the other."""
+        values = self.listed(name, axis)
+        return [v for v in values if self.beside(name, axis, v) not in self.losses[name]]
+
+    def choose(self, axis, names):
+        """Train systems at each rate, or with each warm-up, and go to the best in validation.
+
+        Where the best of several is at an edge, twice or half of it is tried too.
         """
-        found, waiting = {}, listed
+        waiting = {name: self.untried(name, axis) for name in names}
         while waiting:
             pairs = [(name, value) for name, values in waiting.items() for value in values]
-            runs = [(name, 1, self.point(name, v) if warmup else v) for name, v in pairs]
+            runs = [(name, 1, self.beside(name, axis, value)) for name, value in pairs]
             self.commands.side_by_side(self.train, runs, self.args.jobs)
-            for (name, value), tried in zip(pairs, runs):
-                there = (self.run_folder(*tried) / "averaged.pt").exists()
-                loss = self.validation(*tried)[-1]["loss"] if there else math.nan
-                losses = found.setdefault(name, {"validation": {}})["validation"]
-                losses[value] = loss if math.isfinite(loss) else None
-            beyond = {name: self.settle(name, found, listed[name], warmup) for name in waiting}
+            for name, seed, point in runs:
+                there = (self.run_folder(name, seed, point) / "averaged.pt").exists()
+                loss = self.validation(name, seed, point)[-1]["loss"] if there else math.nan
+                self.losses[name][point] = loss if math.isfinite(loss) else None
+            beyond = {name: self.settle(name, axis) for name in waiting}
             waiting = {name: [value] for name, value in beyond.items() if value}
             self.steps += len(waiting)
-        return found
 
-    def settle(self, name, found, listed, warmup):
-        """Note in `found` which value of a system is chosen; drop the system if none can be.
+    def tried(self, name, axis):
+        """Return ``{rate: loss}`` with the best warm-up so far, or the other way round."""
+        (other,) = {"rate", "warmup"} - {axis}
+        best = self.split(name, self.points[name])[other]
+        points = [(self.split(name, point), loss) for point, loss in self.losses[name].items()]
+        found = {at[axis]: loss for at, loss in points if at[other] == best}
+        return {value: found[value] for value in sorted(found, key=float)}
+
+    def settle(self, name, axis):
+        """Go to the best of the rates, or warm-ups, of a system; drop it if there can be none.
 
         Returns a value that has to be tried before that is settled, or None.
         """
-        losses = found[name]["validation"]
         if (name, 1) in self.failures:
-            del found[name]
+            del self.points[name]
             return None
-        tried = sorted(losses, key=float)
-        finite = [value for value in tried if losses[value] is not None]
+        losses = self.tried(name, axis)
+        tried, finite = list(losses), [value for value in losses if losses[value] is not None]
         chosen = min(finite, key=losses.get) if finite else tried[0]
-        found[name] = {"chosen": chosen, "validation": {value: losses[value] for value in tried}}
-        if chosen in (tried[0], tried[-1]) and 1 < len(tried) < len(listed) + WIDENED:
+        self.points[name] = self.beside(name, axis, chosen)
+        most = len(self.listed(name, axis)) + WIDENED
+        if chosen in (tried[0], tried[-1]) and 1 < len(tried) < most:
             factor = 0.5 if chosen == tried[0] else 2
-            if not warmup:
+            if axis == "rate":
                 return times(chosen, factor)
             if 1 <= (updates := int(int(chosen) * factor)) < self.args.updates:
                 return str(updates)
         if not finite:
             self.failures[name, 1] = "diverged at every learning rate"
-            del found[name]
+            del self.points[name]
         return None
 
     def fail(self, name, seed, error, title):
@@ -432,7 +455,10 @@ class Comparison:
         systems = {}
         for name in args.systems:
             row = systems[name] = {"options": args.systems[name], "seeds": {}}
-            row |= {"rates": self.rates.get(name), "warmups": self.warmups.get(name)}
+            if name in self.points:
+                at = self.split(name, self.points[name])
+                for axis in ("rate", "warmup") if args.warmup else ("rate",):
+                    row[f"{axis}s"] = {"chosen": at[axis], "validation": self.tried(name, axis)}
             row["speed"] = speeds.get(name)
             for (failed, seed), why in self.failures.items():
                 if failed == name:
