@@ -16,7 +16,7 @@ PACKAGE = [
     "__init__",
 ]
 LARGEST = 600  # lines of a file
-BOUNDS = {"README.md": 170, "scripts": 7_080, "talk_fairseq": 4_940}
+BOUNDS = {"README.md": 170, "scripts": 7_060, "talk_fairseq": 4_940}
 
 
 def tracked(*patterns):

@@ -164,6 +164,7 @@ def test_bad_input_is_one_line_before_anything_is_made(capfd, tmp_path):
     assert "--results: expected a JSON list" in refused
     devices = (name, "--devices", 99, "--data", "x")
     assert "--devices: expected at most the" in refusal(*devices, *here)
+    assert refusal(name, "--devices", "x", *here).startswith("reproduce.sh: --devices: expected")
     assert "no scripts/prepare_wmt17_zh_en.sh" in refusal("wmt17_zh_en/talkconv", "--data", "x")
     assert not list(tmp_path.iterdir())
 

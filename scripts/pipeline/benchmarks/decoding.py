@@ -65,15 +65,13 @@ def measure(cell, task, args, report):
 def parse(arguments=None):
     """Return the options, with what depends on others filled in."""
     parser = models.option_parser("benchmark_decoding.py", __doc__, 3, "results/decoding")
-    for option, default, text in (
-        ("--lengths", [20, 100, 400], "tokens of a source and of a hypothesis"),
-        ("--batches", [1, 64], "sentences at a time"),
-        ("--beams", [1, 5], "sizes of the beam"),
-    ):
-        text += f" (default: {','.join(map(str, default))})"
-        parser.add_argument(option, type=several(at_least(1)), default=default, help=text)
-    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32",
-                        help="default: float32")  # fmt: skip
+    add, numbers = parser.add_argument, several(at_least(1))
+    add("--lengths", type=numbers, default=[20, 100, 400],
+        help="tokens of a source and of a hypothesis (default: 20,100,400)")  # fmt: skip
+    add("--batches", type=numbers, default=[1, 64], help="sentences at a time (default: 1,64)")
+    add("--beams", type=numbers, default=[1, 5], help="sizes of the beam (default: 1,5)")
+    add("--dtype", choices=("float32", "float16", "bfloat16"), default="float32",
+        help="default: float32")  # fmt: skip
     args = parser.parse_args(arguments)
     args.sizes = models.chosen_sizes(parser, args, models.SIZES)
     return args

@@ -73,10 +73,7 @@ def copy(case):
 
 def talk(case, window=WINDOW):
     """Build talk_conv with windows of 31 to either side, or of another size."""
-
-    def function(x, offset_left, offset_right):
-        return talk_conv(x, offset_left, offset_right, window, window)
-
+    function = partial(talk_conv, max_left=window, max_right=window)
     return function, (case.x, case.offset_left, case.offset_right)
 
 
@@ -171,10 +168,7 @@ def light_conv_unfolded(case, K):
 
 def depthwise_conv1d(case, K):
     """Build PyTorch's convolution, in its own layout (B, C, T)."""
-
-    def function(x, kernels):
-        return F.conv1d(x, kernels, padding=K // 2, groups=case.C)
-
+    function = partial(F.conv1d, padding=K // 2, groups=case.C)
     return function, (case.random(case.B, case.C, case.T), case.random(case.C, 1, K))
 
 
@@ -232,14 +226,7 @@ def step_by_step(case):
 def iteration(function, inputs, mode):
     """Return a callable that does one iteration."""
     if mode == "forward":
-        inputs = [t.detach() for t in inputs]
-
-        def step():
-            with torch.no_grad():
-                return function(*inputs)
-
-        return step
-
+        return torch.no_grad()(partial(function, *(t.detach() for t in inputs)))
     inputs = [t.detach().clone().requires_grad_() for t in inputs]
     out = function(*inputs)
     dout = torch.randn_like(out)

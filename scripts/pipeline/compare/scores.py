@@ -88,13 +88,9 @@ def score_summaries(results, corpus, languages, folder_of):
     """Score by ROUGE, with p of a paired bootstrap of ROUGE-2; also the sources' first words."""
     from talk_fairseq.rouge import KINDS, rouge  # which takes seconds to import
 
-    text = {
-        (split, side): read_lines(corpus / f"{split}.{side}")
-        for split in ("valid", "test")
-        for side in languages
-    }
-    source, target = languages
-    references = text["test", target]
+    (valid, wanted), (test, references) = (
+        [read_lines(corpus / f"{part}.{side}") for side in languages] for part in ("valid", "test")
+    )
     results["test"] = {"summaries": len(references)}
     results["signature"] = f"rouge-score {version('rouge-score')}, F-measure, stemming"
     each = {}  # ROUGE-2 of each summary, by system and seed
@@ -110,12 +106,12 @@ def score_summaries(results, corpus, languages, folder_of):
             results["baseline"] = results["reference"]
             results["systems"][name]["seeds"][seed]["p"] = paired_bootstrap(found, baseline)
 
-    def lead(split, words):
-        return [" ".join(line.split()[:words]) for line in text[split, source]]
+    def lead(sources, words):
+        return [" ".join(line.split()[:words]) for line in sources]
 
-    validation = {n: rouge(lead("valid", n), text["valid", target])["rouge_l"] for n in LEADS}
+    validation = {n: rouge(lead(valid, n), wanted)["rouge_l"] for n in LEADS}
     best = max(validation, key=validation.get)
-    results["lead"] = {"words": best, **rouge(lead("test", best), references)}
+    results["lead"] = {"words": best, **rouge(lead(test, best), references)}
     return list(KINDS)
 
 

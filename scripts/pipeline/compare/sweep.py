@@ -1,4 +1,21 @@
-"""Train TaLK and its peers on the same text and compare them; see scripts/compare.sh --help."""
+"""Trains TaLK, Transformer, LightConv, DynamicConv and ConvS2S on the same text, cut into the same
+pieces, with as many parameters, for the same updates on the same batches, with the same schedule
+and seeds. Only the peak learning rate is each system's own: each is trained to the end at several,
+and the best on the validation set counts; further seeds have that one. With --warmup, the warm-up
+is chosen at that rate, then the rate with that warm-up, and so on until neither changes. Where the
+best of several is the highest or the lowest, twice or half of it is tried too.
+Averages the last checkpoints, scores the test set, and measures speed and memory of all systems in
+turn. Systems and schedules are in configs/verses/; --systems takes what you add there.
+docs/compare.md says more, and what is in the folder; docs/results.md has what was measured.
+
+  --task mt     translation: sacreBLEU with a 95% interval, and p by sacreBLEU's paired bootstrap
+                against TaLK (default)
+  --task lm     language models of --target-lang: perplexity, beside that of a unigram
+  --task summ   summaries: ROUGE, beside that of the first words of the source; needs --data, with
+                {train,valid,test}.{source,target}
+
+Run it again to go on where it stopped; add --systems or --seeds to the same folder to compare more.
+"""
 
 import argparse
 import contextlib
@@ -37,27 +54,9 @@ from pipeline.data.corpus import LONGEST, CorpusFolder
 
 VOCABULARY = 4000
 WIDENED = 4  # rates, or warm-ups, that a system tries at most beyond those that are listed
+AXES = ("rate", "warmup")  # what is each system's own
 LANGUAGES = {"mt": ["es", "en"], "lm": ["en"], "summ": ["source", "target"]}
 
-DESCRIPTION = """\
-Trains TaLK, Transformer, LightConv, DynamicConv and ConvS2S on the same text, cut into the same
-pieces, with as many parameters, for the same updates on the same batches, with the same schedule
-and seeds. Only the peak learning rate is each system's own: each is trained to the end at several,
-and the best on the validation set counts; further seeds have that one. With --warmup, the warm-up
-is chosen at that rate, then the rate with that warm-up, and so on until neither changes. Where the
-best of several is the highest or the lowest, twice or half of it is tried too.
-Averages the last checkpoints, scores the test set, and measures speed and memory of all systems in
-turn. Systems and schedules are in configs/verses/; --systems takes what you add there.
-docs/compare.md says more, and what is in the folder; docs/results.md has what was measured.
-
-  --task mt     translation: sacreBLEU with a 95% interval, and p by sacreBLEU's paired bootstrap
-                against TaLK (default)
-  --task lm     language models of --target-lang: perplexity, beside that of a unigram
-  --task summ   summaries: ROUGE, beside that of the first words of the source; needs --data, with
-                {train,valid,test}.{source,target}
-
-Run it again to go on where it stopped; add --systems or --seeds to the same folder to compare more.
-"""
 MADE = ("speeds.json", "prepare.log", "compare.md", "results.json", "validation.png", "speed.png")
 
 
@@ -80,7 +79,7 @@ def times(rate, factor):
 
 def parse(arguments=None):
     """Return the options, with what depends on others filled in. Raises BadInput."""
-    options = parser("compare.sh", DESCRIPTION)
+    options = parser("compare.sh", __doc__)
     add = options.add_argument
     add("--preset", choices=("cpu", "cpu_long", "cpu_small", "gpu"), default="cpu",
         help="cpu: small models, 4 to 10 minutes for each rate of a system on two cores; cpu_long: "
@@ -199,8 +198,6 @@ class Comparison:
         if args.device == "cuda" and not has_gpu():
             raise BadInput("--preset: expected cpu on a machine without a GPU, got gpu")
         tried = sum(map(len, args.rates.values()))
-        if args.warmup:
-            tried += sum(len(self.listed(name, "warmup")) - 1 for name in args.systems)
         others = len(args.systems) * (2 * args.seeds - 1)  # with evaluations of all
         self.steps, self.numbers = 3 + tried + others, itertools.count(1)
         self.points = {name: rates[0] for name, rates in args.rates.items()}
@@ -324,13 +321,10 @@ class Comparison:
     def search(self):
         """Choose each system's rate, and with ``--warmup`` its warm-up, in turn until both stay."""
         self.choose("rate", list(self.points))
-        moving = list(self.points) if self.args.warmup else []
-        for turn, axis in enumerate(itertools.cycle(("warmup", "rate"))):
-            if not moving:
-                return
-            if turn:  # which nobody foresaw
-                self.steps += sum(len(self.untried(name, axis)) for name in moving)
-            before = dict(self.points)
+        moving, axes = list(self.points) if self.args.warmup else [], itertools.cycle(AXES[::-1])
+        while moving:
+            axis, before = next(axes), dict(self.points)
+            self.steps += sum(len(self.untried(name, axis)) for name in moving)
             self.choose(axis, moving)
             moving = [name for name in self.points if self.points[name] != before[name]]
 
@@ -359,7 +353,7 @@ class Comparison:
 
     def tried(self, name, axis):
         """Return ``{rate: loss}`` with the best warm-up so far, or the other way round."""
-        (other,) = {"rate", "warmup"} - {axis}
+        (other,) = {*AXES} - {axis}
         best = self.split(name, self.points[name])[other]
         points = [(self.split(name, point), loss) for point, loss in self.losses[name].items()]
         found = {at[axis]: loss for at, loss in points if at[other] == best}
@@ -457,7 +451,7 @@ class Comparison:
             row = systems[name] = {"options": args.systems[name], "seeds": {}}
             if name in self.points:
                 at = self.split(name, self.points[name])
-                for axis in ("rate", "warmup") if args.warmup else ("rate",):
+                for axis in AXES if args.warmup else AXES[:1]:
                     row[f"{axis}s"] = {"chosen": at[axis], "validation": self.tried(name, axis)}
             row["speed"] = speeds.get(name)
             for (failed, seed), why in self.failures.items():

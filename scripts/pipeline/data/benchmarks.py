@@ -56,6 +56,12 @@ def read_benchmarks():
 BENCHMARKS = read_benchmarks()
 
 
+def fits(check):
+    """Return whether a check of prepared.json found a published number; not exactly: within 2%."""
+    margin = 0 if check.get("exact") else 1 / 50
+    return any(abs(check["found"] - number) <= margin * number for number in check["published"])
+
+
 def describe(benchmark):
     """Return what is prepared out of what, how many lines that is, and where to get it."""
     sizes = ", ".join(f"{split} {counts[0]:,}" for split, counts in benchmark.lines.items())

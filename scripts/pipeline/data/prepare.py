@@ -26,7 +26,7 @@ from pipeline.common.machine import cores
 from pipeline.common.paths import ROOT
 from pipeline.data import text
 from pipeline.data.archives import URL, download, gather
-from pipeline.data.benchmarks import BENCHMARKS, SPLITS, archives_of, describe, how_to_get
+from pipeline.data.benchmarks import BENCHMARKS, SPLITS, archives_of, describe, fits, how_to_get
 
 
 class Preparation:
@@ -68,8 +68,7 @@ class Preparation:
         """
         values = {"what": what, "found": found, "published": published, "exact": exact}
         self.prepared["checks"].append(values)
-        margin = 0 if exact else 1 / 50
-        if any(abs(found - number) <= number * margin for number in published):
+        if fits(values):
             return
         numbers = " or ".join(f"{number:,}" for number in published)
         message = f"{what}: expected {'' if exact else 'about '}{numbers}, got {found:,}"

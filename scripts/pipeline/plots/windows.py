@@ -247,8 +247,7 @@ def labels(tokens):
 def draw_boxes(axis, side, left, right, top, bottom):
     """Draw boxes in the colour of a `side`, its gid too; their edges are arrays that broadcast."""
     left, right, top, bottom = np.broadcast_arrays(left, right, top, bottom)
-    corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
-    corners = np.stack([np.stack(corner, axis=-1) for corner in corners], axis=-2)
+    corners = np.stack([left, top, right, top, right, bottom, left, bottom], axis=-1)
     axis.add_collection(PolyCollection(
         corners.reshape(-1, 4, 2), facecolors=COLOURS[side], gid=side, label=NAMES[side]
     ))  # fmt: skip
@@ -343,19 +342,16 @@ def sentence_record(tokens, layers):
 def parse(arguments=None):
     """Return the options."""
     parser = command.parser("plot_windows.py", __doc__)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
-    for option, metavar, kind, text in (
-        ("--text", "TEXT", str, "a sentence"),
-        ("--target", "TEXT", str, "its translation (default: the model's own)"),
-        ("--corpus", "FILE", Path, "sentences, one per line"),
-        ("--corpus-target", "FILE", Path, "their translations"),
-        ("--data", "FOLDER", Path, "dictionaries (default: those of the training)"),
-        ("--user-dir", "FOLDER", Path, "your own models, as for fairseq-train"),
-        ("--sentencepiece", "MODEL", Path, "cuts text into pieces"),
-    ):
-        parser.add_argument(option, metavar=metavar, type=kind, help=text)
-    parser.add_argument("--output", metavar="PREFIX", type=Path, default=Path("windows"),
-                        help="default: windows")  # fmt: skip
+    add = parser.add_argument
+    add("checkpoint", metavar="CHECKPOINT", type=Path)
+    add("--text", metavar="TEXT", help="a sentence")
+    add("--target", metavar="TEXT", help="its translation (default: the model's own)")
+    add("--corpus", metavar="FILE", type=Path, help="sentences, one per line")
+    add("--corpus-target", metavar="FILE", type=Path, help="their translations")
+    add("--data", metavar="FOLDER", type=Path, help="dictionaries (default: those of the training)")
+    add("--user-dir", metavar="FOLDER", type=Path, help="your own models, as for fairseq-train")
+    add("--sentencepiece", metavar="MODEL", type=Path, help="cuts text into pieces")
+    add("--output", metavar="PREFIX", type=Path, default=Path("windows"), help="default: windows")
     args = parser.parse_args(arguments)
     if args.text is None and args.corpus is None:
         parser.error("--text: expected a sentence, or --corpus, got neither")

@@ -1,4 +1,8 @@
-"""Compare two small language models of English verses; see scripts/quickstart_lm.sh --help."""
+"""Trains two small language models on the English verses in data/bible-es-en, a TaLK-Conv and a
+Transformer of the same size, each for the same time, and prints continuations of a prompt and
+the perplexity of both on the held-out test verses, beside that of a unigram. Run it again to
+resume where it stopped.
+"""
 
 from pipeline.common.command import BadInput, run
 from pipeline.common.files import read_lines, remove, write_json, write_lines
@@ -9,12 +13,6 @@ from pipeline.quickstart.session import Session, options
 
 NAME = "quickstart_lm"
 TALK = "talkconv_plus_wide_lm"  # of the models, the one that continues a prompt
-DESCRIPTION = """\
-Trains two small language models on the English verses in data/bible-es-en, a TaLK-Conv and a
-Transformer of the same size, each for the same time, and prints continuations of a prompt and
-the perplexity of both on the held-out test verses, beside that of a unigram. Run it again to
-resume where it stopped.
-"""
 HEADER = ("model", "parameters", "updates", "seconds", "test tokens", "ppl/token", "ppl/word")
 
 
@@ -107,7 +105,7 @@ def table(results):
 
 def main(arguments=None):
     """Run the command and return its exit status."""
-    parser = options(NAME, DESCRIPTION)
+    parser = options(NAME, __doc__)
     add = parser.add_argument
     add("--prompt", metavar="TEXT", default="Jesus said to them,",
         help="what the TaLK-Conv is to continue (default: %(default)s)")  # fmt: skip

@@ -1,4 +1,7 @@
-"""Learn to translate Spanish verses into English; see scripts/quickstart.sh --help."""
+"""Trains a small TaLK-Conv model on the verses in data/bible-es-en, translates the held-out test
+verses, and prints the sacreBLEU score, five translations and the commands it ran. Run it again
+to resume where it stopped.
+"""
 
 from sacrebleu.metrics import BLEU
 
@@ -10,11 +13,6 @@ from pipeline.common.logs import read_hypotheses
 from pipeline.quickstart.session import Session, options
 
 NAME = "quickstart"
-DESCRIPTION = """\
-Trains a small TaLK-Conv model on the verses in data/bible-es-en, translates the held-out test
-verses, and prints the sacreBLEU score, five translations and the commands it ran. Run it again
-to resume where it stopped.
-"""
 AVERAGED = 5  # checkpoints
 SAMPLES = 5  # translations to show
 
@@ -74,7 +72,7 @@ def report(generated, source, reference):
 
 def main(arguments=None):
     """Run the command and return its exit status."""
-    parser = options(NAME, DESCRIPTION)
+    parser = options(NAME, __doc__)
     for side, language in (("source", "es"), ("target", "en")):
         parser.add_argument(f"--{side}-lang", metavar="NAME", default=language,
                             help=f"how its {side} files end (default: {language})")  # fmt: skip

@@ -1,4 +1,7 @@
-"""Train and score the ablation of the paper's Table 7; see scripts/ablation.sh --help."""
+"""Trains the rows of Table 7 (configs/iwslt14_de_en/ablation_*.yaml), each from several seeds, and
+prints the mean and deviation of tokenised BLEU on the validation set. Run it again to go on where
+it stopped. Runs with other settings or on other data need another --save-dir and --results.
+"""
 
 import statistics
 from pathlib import Path
@@ -12,16 +15,10 @@ from pipeline.recipes.config import check_options, from_header, read_config, row
 
 BENCHMARK = "iwslt14_de_en"
 
-DESCRIPTION = """\
-Trains the rows of Table 7 (configs/iwslt14_de_en/ablation_*.yaml), each from several seeds, and
-prints the mean and deviation of tokenised BLEU on the validation set. Run it again to go on where
-it stopped. Runs with other settings or on other data need another --save-dir and --results.
-"""
-
 
 def parse(arguments):
     names = [name.partition("/")[2] for name in rows() if name.startswith(f"{BENCHMARK}/ablation_")]
-    parser = command.parser("ablation.sh", DESCRIPTION)
+    parser = command.parser("ablation.sh", __doc__)
     add = parser.add_argument
     add("overrides", nargs="*", metavar="GROUP.KEY=VALUE", help="options that replace the configs'")
     add("--data", type=Path, default=ROOT / "data-bin" / BENCHMARK, help="binarised data "

@@ -66,9 +66,11 @@ def read_config(given):
     return name, config
 
 
-def chosen_folder(given, config, key, default):
-    """Return the folder `given`, else what `config` has at `key`, else `default` in the project."""
-    return Path(given or OmegaConf.select(config, key) or ROOT / default)
+def chosen_folder(given, config, key, name):
+    """Return the folder `given`, else what `config` has at `key`, else that of the row `name`."""
+    data, run = f"data-bin/{name.partition('/')[0]}", f"checkpoints/{name}"
+    usual = ROOT / {"task.data": data, "checkpoint.save_dir": run}[key]
+    return Path(given or OmegaConf.select(config, key) or usual)
 
 
 def check_average(config, average):

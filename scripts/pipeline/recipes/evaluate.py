@@ -1,4 +1,7 @@
-"""Score the checkpoints of configs/NAME.yaml; see scripts/evaluate.sh --help."""
+"""Scores the model of configs/NAME.yaml on the test set of its data: averages checkpoints,
+generates with the row's beam and length penalty, and prints every score by the name of its tool.
+The scores, as JSON, and the hypotheses are kept in CHECKPOINTS/evaluation.
+"""
 
 import html
 import json
@@ -18,7 +21,7 @@ from pipeline.common.command import BadInput
 from pipeline.common.files import read_json, read_lines, write_json, write_lines
 from pipeline.common.logs import read_hypotheses
 from pipeline.common.machine import has_gpu
-from pipeline.data.benchmarks import BENCHMARKS
+from pipeline.data.benchmarks import BENCHMARKS, fits
 from pipeline.recipes import config as configs
 from pipeline.recipes.average import EPOCHS, UPDATES, average_checkpoints, find_checkpoints, save
 from talk_fairseq.checkpoint_files import read_checkpoint
@@ -26,12 +29,6 @@ from talk_fairseq.rouge import rouge
 
 from fairseq.checkpoint_utils import checkpoint_paths
 from fairseq.dataclass.configs import GenerationConfig
-
-DESCRIPTION = """\
-Scores the model of configs/NAME.yaml on the test set of its data: averages checkpoints, generates
-with the row's beam and length penalty, and prints every score by the name of its tool. The scores,
-as JSON, and the hypotheses are kept in CHECKPOINTS/evaluation.
-"""
 
 # The score that the papers report of a benchmark; of others, tokenised BLEU.
 REPORTED = {
@@ -112,7 +109,7 @@ def detokenise(lines, language):
 
 
 def parse(arguments):
-    parser = command.parser("evaluate.sh", DESCRIPTION)
+    parser = command.parser("evaluate.sh", __doc__)
     add = parser.add_argument
     add("name", metavar="NAME", help="a file of configs/, without .yaml")
     add("checkpoints", metavar="CHECKPOINTS", help="the folder of a run, or one checkpoint")
@@ -154,12 +151,7 @@ def read_prepared(name, data):
 
 def other_data(prepared):
     """Return which numbers of the data are not the published ones."""
-    others = []
-    for check in prepared["checks"]:
-        margin = 0 if check.get("exact") else 1 / 50
-        if not any(abs(check["found"] - each) <= margin * each for each in check["published"]):
-            others.append(check["what"])
-    return others
+    return [check["what"] for check in prepared["checks"] if not fits(check)]
 
 
 def other_settings(name, recipe, config, folder=None):
@@ -203,8 +195,8 @@ class Evaluation:
         self.config = configs.with_overrides(recipe, args.overrides)
         configs.check_options(self.config)
         self.benchmark = self.name.partition("/")[0]
-        default = f"data-bin/{self.benchmark}"
-        self.data = configs.chosen_folder(args.data, self.config, "task.data", default).absolute()
+        data = configs.chosen_folder(args.data, self.config, "task.data", self.name)
+        self.data = data.absolute()
         self.prepared = read_prepared(self.name, self.data)
         for split in [args.split, "valid"] if args.tune else [args.split]:
             if split not in self.prepared["lines"]:

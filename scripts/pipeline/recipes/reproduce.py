@@ -1,4 +1,6 @@
-"""Reproduce a row of the papers' tables in one command; see scripts/reproduce.sh --help."""
+"""Prepares the data of configs/NAME.yaml, trains the model, averages its last checkpoints, scores
+the test set and appends the result to results/NAME.json. Run it again to continue.
+"""
 
 import shlex
 import sys
@@ -15,14 +17,9 @@ from pipeline.data.benchmarks import BENCHMARKS
 from pipeline.recipes import train
 from pipeline.recipes.config import check_average, chosen_folder, read_config, with_overrides
 
-DESCRIPTION = """\
-Prepares the data of configs/NAME.yaml, trains the model, averages its last checkpoints, scores the
-test set and appends the result to results/NAME.json. Run it again to continue.
-"""
-
 
 def parse(arguments):
-    parser = command.parser("reproduce.sh", DESCRIPTION)
+    parser = command.parser("reproduce.sh", __doc__)
     add = parser.add_argument
     add("name", metavar="NAME", help="a file of configs/, without .yaml")
     add("overrides", nargs="*", metavar="GROUP.KEY=VALUE", help="options that replace the config's")
@@ -32,7 +29,7 @@ def parse(arguments):
         "scripts/prepare_BENCHMARK.sh, such as '--workers 8' or --download")  # fmt: skip
     add("--average", type=command.at_least(1), metavar="N", help="as for scripts/evaluate.sh")
     add("--tune", action="store_true", help="as for scripts/evaluate.sh")
-    add("--devices", metavar="N", help="as for scripts/train.sh")
+    add("--devices", type=command.at_least(1), metavar="N", help="as for scripts/train.sh")
     add("--precision", choices=("fp32", "fp16", "bf16"), help="as for scripts/train.sh")
     add("--cpu", action="store_true", help="use no GPU")
     add("--data-bin", metavar="DIR", help="the prepared data (default: as for train.sh)")
@@ -59,8 +56,8 @@ def steps_of(args):
     config = with_overrides(config, args.overrides)
     benchmark = name.partition("/")[0]
     script = f"prepare_{benchmark}"
-    data_bin = chosen_folder(args.data_bin, config, "task.data", f"data-bin/{benchmark}")
-    save_dir = chosen_folder(args.save_dir, config, "checkpoint.save_dir", f"checkpoints/{name}")
+    data_bin = chosen_folder(args.data_bin, config, "task.data", name)
+    save_dir = chosen_folder(args.save_dir, config, "checkpoint.save_dir", name)
     results = Path(args.results or ROOT / "results" / f"{name}.json")
 
     prepare = [word for place in args.data for word in ("--data", place)]

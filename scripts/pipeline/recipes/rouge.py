@@ -1,4 +1,12 @@
-"""Score summaries by ROUGE; see scripts/evaluate_rouge.sh --help."""
+"""Prints ROUGE-1, ROUGE-2, ROUGE-L and ROUGE-Lsum: mean F-measures in percent, by the package
+rouge-score with stemming. HYPOTHESES and REFERENCES are text files of one summary a line, in the
+same order. HYPOTHESES may also be what fairseq-generate printed or the folder of its
+--results-path; its T- lines are then the references, unless REFERENCES is given.
+
+ROUGE-L takes a summary as one sequence of words, ROUGE-Lsum sentence by sentence; the papers'
+ROUGE-L, by the Perl program, is the latter. --sentence-separator tells the sentences of a line
+('<n>', where that marks them; ' . ' for tokenised text); without it, both scores are the same.
+"""
 
 import json
 from importlib.metadata import version
@@ -8,17 +16,6 @@ from pipeline.common import command
 from pipeline.common.files import read_lines
 from pipeline.common.logs import generated_file, lines_of_kind
 from talk_fairseq.rouge import rouge
-
-DESCRIPTION = """\
-Prints ROUGE-1, ROUGE-2, ROUGE-L and ROUGE-Lsum: mean F-measures in percent, by the package
-rouge-score with stemming. HYPOTHESES and REFERENCES are text files of one summary a line, in the
-same order. HYPOTHESES may also be what fairseq-generate printed or the folder of its
---results-path; its T- lines are then the references, unless REFERENCES is given.
-
-ROUGE-L takes a summary as one sequence of words, ROUGE-Lsum sentence by sentence; the papers'
-ROUGE-L, by the Perl program, is the latter. --sentence-separator tells the sentences of a line
-('<n>', where that marks them; ' . ' for tokenised text); without it, both scores are the same.
-"""
 
 
 def read_hypotheses(path):
@@ -75,7 +72,7 @@ def table(result):
 
 def main(arguments=None):
     """Run the command; one line and status 2 for input that cannot be used."""
-    parser = command.parser("evaluate_rouge.sh", DESCRIPTION)
+    parser = command.parser("evaluate_rouge.sh", __doc__)
     add = parser.add_argument
     add("hypotheses", metavar="HYPOTHESES", type=Path)
     add("references", metavar="REFERENCES", type=Path, nargs="?")

@@ -1,4 +1,6 @@
-"""Train the model of configs/NAME.yaml with fairseq-hydra-train; see scripts/train.sh --help."""
+"""Trains the model of configs/NAME.yaml on the CPU, on one GPU, several, or several nodes. The
+batch of an update is the recipe's on any number of devices. Run it again to resume.
+"""
 
 import hashlib
 import os
@@ -14,11 +16,6 @@ from pipeline.common.command import BadInput, check_path
 from pipeline.common.files import write_whole
 from pipeline.recipes import config as configs
 
-DESCRIPTION = """\
-Trains the model of configs/NAME.yaml on the CPU, on one GPU, several, or several nodes. The batch
-of an update is the recipe's on any number of devices. Run it again to resume.
-"""
-
 # What may change when a run goes on.
 MAY_CHANGE = configs.HARMLESS | {
     "batch_tokens",
@@ -30,7 +27,7 @@ MAY_CHANGE = configs.HARMLESS | {
 
 
 def parse(arguments):
-    parser = command.parser("train.sh", DESCRIPTION)
+    parser = command.parser("train.sh", __doc__)
     count = command.at_least(1)
     add = parser.add_argument
     add("name", metavar="NAME", help="a file of configs/, without .yaml, or the path of a YAML")
@@ -146,12 +143,9 @@ def plan(args, has_data=True):
         raise BadInput("--rendezvous: expected HOST[:PORT] with --nodes, got none")
     processes = devices * args.nodes
 
-    default = f"data-bin/{name.partition('/')[0]}"
-    data = configs.chosen_folder(args.data, config, "task.data", default).absolute()
+    data = configs.chosen_folder(args.data, config, "task.data", name).absolute()
     check_path("--data", data)
-    default = f"checkpoints/{name}"
-    save_dir = configs.chosen_folder(args.save_dir, config, "checkpoint.save_dir", default)
-    save_dir = save_dir.absolute()
+    save_dir = configs.chosen_folder(args.save_dir, config, "checkpoint.save_dir", name).absolute()
     check_path("--save-dir", save_dir)
     precision = args.precision or ("fp32" if on_cpu else None)
     if on_cpu and precision == "fp16":
