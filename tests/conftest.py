@@ -92,13 +92,20 @@ def pytest_runtest_setup():
 
 @pytest.fixture(scope="session", autouse=True)
 def composed_once():
-    """fairseq's options are composed once from the same flags: hydra takes half a second."""
+    """fairseq's options are composed once from the same flags: hydra takes half a second.
+
+    It parses a flag that it has met before no second time, and its store, which hands out copies
+    anyway, is not copied as a whole.
+    """
     if "fairseq" not in sys.modules:
         yield
         return
     from fairseq.dataclass import utils
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.override_parser.overrides_parser import OverridesParser
 
     known, original = {}, utils.compose
+    parsed, parse = {}, OverridesParser.parse_rule
 
     def compose(name, overrides, **options):
         key = (name, *overrides)
@@ -106,8 +113,15 @@ def composed_once():
             known[key] = original(name, overrides=overrides, **options)
         return copy.deepcopy(known[key])
 
+    def parse_rule(parser, text, rule):
+        if (text, rule) not in parsed:
+            parsed[text, rule] = parse(parser, text, rule)
+        return copy.deepcopy(parsed[text, rule])
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utils, "compose", compose)
+        patch.setattr(OverridesParser, "parse_rule", parse_rule)
+        patch.setattr(ConfigStore, "__deepcopy__", lambda store, memo: store, raising=False)
         yield
 
 
@@ -164,8 +178,10 @@ def fairseq(command, *arguments, plugin=PLUGIN, check=True, **options):
         options: of `fairseq_commands.run`.
     """
     user_dir = [] if command in ("preprocess", "hydra-train") else ["--user-dir", plugin]
+    # PyTorch waits 5 seconds for a process that loads data: there is none unless it is asked for.
+    workers = ["--num-workers", 0] if command in ("eval-lm", "generate", "train") else []
     name = command.replace("-", "_")
-    status, printed = fairseq_commands.run(name, *arguments, *user_dir, **options)
+    status, printed = fairseq_commands.run(name, *workers, *arguments, *user_dir, **options)
     assert status == 0 or not check, printed[-5000:]
     return printed
 

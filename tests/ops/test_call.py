@@ -208,14 +208,19 @@ def run(program):
     assert done.returncode == 0, done.stderr
 
 
-def test_numba_is_imported_at_the_first_call():
+def test_without_fairseq_and_cupy():
+    """Numba is imported at the first call."""
     run("""
         import sys, torch
-        sys.modules["fairseq"] = None
-        from talk_fairseq import TaLKConvState, talk_conv, talk_conv_update
+        sys.modules["fairseq"] = sys.modules["cupy"] = None
+        from talk_fairseq import TaLKConv, TaLKConvState, talk_conv, talk_conv_update
+        from talk_fairseq import talk_conv_reference
         assert "numba" not in sys.modules
-        talk_conv(torch.randn(5, 2, 4), torch.rand(5, 2, 2), None, 3, 0)
+        x, offset = torch.randn(5, 2, 4), torch.rand(5, 2, 2)
+        out = talk_conv(x, offset, offset, 3, 3)
         assert "numba" in sys.modules
+        assert torch.allclose(out, talk_conv_reference(x, offset, offset, 3, 3), atol=1e-6)
+        assert TaLKConv(4, 2, 3, 3)(x).shape == x.shape
     """)
 
 

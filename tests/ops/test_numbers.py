@@ -154,8 +154,8 @@ def test_so_are_gradients(backend):
 def trainer_of(folder, *flags):
     """fairseq's Trainer of a small model on the CPU, as fairseq-train makes it."""
     pytest.importorskip("fairseq")
+    from building import dictionary
     from fairseq import options
-    from fairseq.data import Dictionary
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from fairseq.tasks.translation import TranslationTask
     from fairseq.trainer import Trainer
@@ -166,9 +166,7 @@ def trainer_of(folder, *flags):
     ]  # fmt: skip
     parsed = options.parse_args_and_arch(options.get_training_parser(), flags)
     cfg = convert_namespace_to_omegaconf(parsed)
-    words = Dictionary()
-    for index in range(36):
-        words.add_symbol(f"w{index}")
+    words = dictionary(40)
     task = TranslationTask(cfg.task, words, words)
     torch.manual_seed(1)
     return Trainer(cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion))

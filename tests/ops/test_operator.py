@@ -4,9 +4,6 @@ import concurrent.futures
 import functools
 import math
 import multiprocessing
-import subprocess
-import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -475,17 +472,3 @@ def test_impossible_backend(monkeypatch, forced, message):
     for_others = "expected reference, cpu or cuda|expected reference for x on meta"
     with pytest.raises(ValueError, match=f"TALK_CONV_BACKEND: ({for_others}), got '{forced}'"):
         talk_conv(*elsewhere, None, 1, 0)
-
-
-def test_imports_without_fairseq_and_cupy():
-    program = """
-        import sys
-        sys.modules["fairseq"] = sys.modules["cupy"] = None
-        import torch
-        from talk_fairseq import TaLKConv, talk_conv, talk_conv_reference
-        x, offset = torch.randn(5, 2, 4), torch.rand(5, 2, 2)
-        out = talk_conv(x, offset, offset, 3, 3)
-        assert torch.allclose(out, talk_conv_reference(x, offset, offset, 3, 3), atol=1e-6)
-        assert TaLKConv(4, 2, 3, 3)(x).shape == x.shape
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)

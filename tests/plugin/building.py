@@ -31,11 +31,14 @@ def task(source_words=20, target_words=None):
     return SimpleNamespace(source_dictionary=source, target_dictionary=target)
 
 
+def configured(parser, *flags):
+    """The configuration of a command of fairseq, given its parser and what follows its name."""
+    args = options.parse_args_and_arch(parser, [*map(str, flags)])
+    return convert_namespace_to_omegaconf(args)
+
+
 def from_flags(*flags):
-    parser = options.get_training_parser()
-    return convert_namespace_to_omegaconf(
-        options.parse_args_and_arch(parser, ["data", *flags])
-    ).model
+    return configured(options.get_training_parser(), "data", *flags).model
 
 
 def from_yaml(text):

@@ -8,12 +8,11 @@ import torch
 
 pytest.importorskip("fairseq")
 
-from building import dictionary
+from building import configured, dictionary
 from fairseq import options
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.dataclass import initialize
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import build_model
 from omegaconf import OmegaConf
 
@@ -27,9 +26,8 @@ def task(words=60, output_words=None):
 
 
 def from_flags(*flags):
-    parser = options.get_training_parser()
-    args = ["data", "--task", "language_modeling", "--tokens-per-sample", "48", *flags]
-    return convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, args)).model
+    flags = ["data", "--task", "language_modeling", "--tokens-per-sample", "48", *flags]
+    return configured(options.get_training_parser(), *flags).model
 
 
 def from_yaml(model):

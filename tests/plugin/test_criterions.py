@@ -6,8 +6,8 @@ import pytest
 import torch
 
 pytest.importorskip("fairseq")
+from building import dictionary
 from fairseq.criterions import build_criterion
-from fairseq.data import Dictionary
 from fairseq.models import build_model
 from omegaconf import OmegaConf
 from torch import nn
@@ -15,9 +15,7 @@ from torch import nn
 import talk_fairseq  # noqa: F401
 from talk_fairseq.criterions import simcut
 
-WORDS = Dictionary()
-for word in range(20):
-    WORDS.add_symbol(f"w{word}")
+WORDS = dictionary(24)
 ZERO = len(WORDS) - 1  # a word that no sentence has, whose embedding is zero here
 SIZES = {
     f"{side}_{size}": value

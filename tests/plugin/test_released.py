@@ -4,6 +4,7 @@ published.py states what they hold and what they compute.
 """
 
 import argparse
+import functools
 import gzip
 import math
 import re
@@ -50,6 +51,20 @@ def load(path, data, **overrides):
     return models[0].eval()
 
 
+@pytest.fixture(scope="module")
+def loaded(folder, tmp_path_factory):
+    """A function to the options, parameters and model of a checkpoint, which is loaded once."""
+
+    @functools.cache
+    def loaded(name):
+        args = published.PUBLISHED[name]()
+        state = published.checkpoint(args, WORDS)
+        path = tmp_path_factory.mktemp("loaded") / "released.pt"
+        return args, state["model"], load(save(path, state), folder)
+
+    return loaded
+
+
 def tokens(*shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(4, WORDS, shape, generator=generator)
@@ -80,11 +95,9 @@ def differences(model, args, parameters):
 
 
 @pytest.mark.parametrize("name", published.PUBLISHED)
-def test_outputs(name, folder, tmp_path):
-    args = published.PUBLISHED[name]()
-    state = published.checkpoint(args, WORDS)
-    model = load(save(tmp_path / "released.pt", state), folder)
-    assert max(differences(model, args, state["model"])) < 1e-5
+def test_outputs(name, loaded):
+    args, parameters, model = loaded(name)
+    assert max(differences(model, args, parameters)) < 1e-5
 
 
 @pytest.mark.slow
@@ -129,9 +142,8 @@ def test_dictionaries_that_differ(tmp_path):
 
 
 @pytest.mark.parametrize("name", published.PUBLISHED)
-def test_loaded_and_saved_again_it_has_our_names(name, folder, tmp_path):
-    state = published.checkpoint(published.PUBLISHED[name](), WORDS)
-    model = load(save(tmp_path / "released.pt", state), folder)
+def test_loaded_and_saved_again_it_has_our_names(name, loaded):
+    _, _, model = loaded(name)
     ours = model.state_dict()
     old = re.compile(r"layers\.\d+\.(linear|conv|layer_norms)|embed_out|_float_tensor")
     assert not [

@@ -20,9 +20,9 @@ pytest.importorskip("fairseq")
 
 import fairseq_cli.generate
 import fairseq_cli.train
+from building import configured
 from fairseq import checkpoint_utils, options, tasks
 from fairseq.data import Dictionary
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.logging import metrics
 from fairseq.sequence_generator import EnsembleModel
 from fairseq.tasks.translation import TranslationTask
@@ -39,8 +39,7 @@ from talk_fairseq.tasks.talk_summarization import (
 
 
 def flags_of(*flags, parser=options.get_training_parser):
-    args = options.parse_args_and_arch(parser(), list(map(str, flags)))
-    return convert_namespace_to_omegaconf(args)
+    return configured(parser(), *flags)
 
 
 def task_of(corpus, **given):

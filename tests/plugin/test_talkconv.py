@@ -14,7 +14,7 @@ from building import build, from_flags, from_yaml, task, units
 from fairseq import checkpoint_utils
 from fairseq.models import build_model
 from fairseq.models.transformer import TransformerConfig
-from fairseq.modules import checkpoint_activations
+from fairseq.modules import LayerDropModuleList, checkpoint_activations
 
 from talk_fairseq.models.config import TaLKConvConfig, nested_config, window_list
 from talk_fairseq.models.talkconv import TaLKConvModel
@@ -425,6 +425,13 @@ def test_what_fairseq_gives_still_works(flags):
     logits, _ = model(source, torch.tensor([9, 9]), source)
     logits.sum().backward()
     assert model.encoder.embed_tokens.weight.grad.abs().sum() > 0
+
+
+def test_layers_are_dropped():
+    flags = "--encoder-layerdrop 0.25 --decoder-layerdrop 0.5"
+    model = build(from_flags(*SMALL, *flags.split()), 50)
+    for side, share in ((model.encoder, 0.25), (model.decoder, 0.5)):
+        assert type(side.layers) is LayerDropModuleList and side.layers.p == share
 
 
 @pytest.mark.parametrize(

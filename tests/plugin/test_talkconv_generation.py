@@ -1,5 +1,6 @@
 """The encoder-decoder in fairseq's generator: batches, searches, ensembles."""
 
+import functools
 import io
 import re
 import shutil
@@ -13,9 +14,8 @@ pytest.importorskip("fairseq")
 
 import fairseq_cli.generate
 import fairseq_cli.interactive
-from building import dictionary, from_flags, task
+from building import configured, dictionary, from_flags, task
 from fairseq import options
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import build_model
 from fairseq.search import (
     DiverseBeamSearch,
@@ -60,11 +60,15 @@ def generate(corpus, path, *flags):
     """
     flags = [corpus, "--path", path, "--max-len-b", 15, "--user-dir", PLUGIN, *flags]
     flags += ["--num-workers", 0]
-    parser = options.get_generation_parser()
-    args = options.parse_args_and_arch(parser, list(map(str, flags)))
     printed = io.StringIO()
-    fairseq_cli.generate._main(convert_namespace_to_omegaconf(args), printed)
+    fairseq_cli.generate._main(configured(options.get_generation_parser(), *flags), printed)
     return printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def searched(corpus, trained):
+    """A function to the hypotheses of a plain search with so many beams, which is made once."""
+    return functools.cache(lambda beam: hypotheses(generate(corpus, trained, "--beam", beam)))
 
 
 def test_batch_and_padding_change_nothing(corpus, trained):
@@ -101,7 +105,7 @@ def repeats(text):
         "--fp16 --beam 2",
     ],
 )
-def test_generation_modes(corpus, trained, flags):
+def test_generation_modes(corpus, trained, searched, flags):
     printed = generate(corpus, trained, *flags.split())
     found = hypotheses(printed)
     assert len(found) == 43
@@ -119,7 +123,12 @@ def test_generation_modes(corpus, trained, flags):
                 weights = torch.tensor([list(map(float, word.split(","))) for word in words])
                 assert weights.shape == (length + 1, len(sources[sentence].split()) + 1)
                 assert torch.allclose(weights.sum(dim=1), torch.ones(length + 1), atol=1e-4)
-    plain = hypotheses(generate(corpus, trained, "--beam", 4 if "--beam 4" in flags else 2))
+    plain = searched(4 if "--beam 4" in flags else 2)
+    if "nbest" in flags:
+        assert len(re.findall("^H-", printed, re.M)) == 2 * 43
+        if "sampling" not in flags:  # the best comes first, and `found` has the second best
+            assert all(found[sentence][0] <= plain[sentence][0] for sentence in found)
+            assert any(found[sentence][1] != plain[sentence][1] for sentence in found)
     if any(flag in flags for flag in ("sampling", "diverse", "dropout", "fp16")):
         assert any(found[sentence][0] != plain[sentence][0] for sentence in found)
     if "fp16" in flags:
@@ -143,19 +152,18 @@ def test_constraints_are_in_the_translations(corpus, trained, tmp_path, capsys):
     flags += ["--constraints", "--beam", 5, "--input", tmp_path / "source", "--buffer-size", 2]
     flags += ["--batch-size", 2, "--source-lang", "es", "--target-lang", "en", "--num-workers", 0]
     parser = options.get_interactive_generation_parser()
-    args = options.parse_args_and_arch(parser, list(map(str, flags)))
-    fairseq_cli.interactive.main(convert_namespace_to_omegaconf(args))
+    fairseq_cli.interactive.main(configured(parser, *flags))
     found = hypotheses(capsys.readouterr().out)
     assert re.search(r"\blight\b.*\bthe earth\b", found[0][1]) and len(found) == 2
 
 
-def test_fusion_with_a_language_model(corpus, trained, trained_lm, tmp_path):
+def test_fusion_with_a_language_model(corpus, trained, searched, trained_lm, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(corpus, data)
     shutil.copy(corpus / "dict.en.txt", data / "dict.txt")  # as the task language_modeling wants
     flags = ["--beam", 3, "--lm-path", trained_lm, "--lm-weight"]
     alone, fused = (hypotheses(generate(data, trained, *flags, weight)) for weight in (0, 0.5))
-    assert alone == hypotheses(generate(corpus, trained, "--beam", 3))
+    assert alone == searched(3)
     assert len(fused) == 43 and fused != alone
 
 
@@ -257,10 +265,9 @@ def test_ensemble_with_a_transformer(corpus, trained, transformer, flags):
         assert second[sentence][0] == pytest.approx(score, abs=1e-4)
 
 
-def test_ensemble_of_a_model_with_itself_is_the_model(corpus, trained):
-    single = hypotheses(generate(corpus, trained, "--beam", 2))
-    assert len(single) == 43
-    assert hypotheses(generate(corpus, f"{trained}:{trained}", "--beam", 2)) == single
+def test_ensemble_of_a_model_with_itself_is_the_model(corpus, trained, searched):
+    assert len(searched(2)) == 43
+    assert hypotheses(generate(corpus, f"{trained}:{trained}", "--beam", 2)) == searched(2)
 
 
 @pytest.mark.long

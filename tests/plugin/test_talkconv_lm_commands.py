@@ -15,22 +15,17 @@ import fairseq_cli.eval_lm
 import fairseq_cli.generate
 import fairseq_cli.interactive
 import fairseq_cli.train
-from building_lm import (
-    windows,
-)
+from building import configured
+from building_lm import windows
 from fairseq import checkpoint_utils, options, tasks
 from fairseq.data import Dictionary
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 
 # --- Through the commands, in this process where they allow it ---
 
 
 def command(parser, *flags):
-    """The configuration of a command of fairseq, given its parser and what follows its name."""
-    flags = [*map(str, flags), "--user-dir", str(PLUGIN)]
-    args = options.parse_args_and_arch(parser, flags)
-    return convert_namespace_to_omegaconf(args)
+    return configured(parser, *flags, "--user-dir", PLUGIN)
 
 
 def evaluate(data, path, *flags, caplog):
@@ -197,7 +192,7 @@ def test_hydra_train_from_yaml(lm_corpus, test_tokens, tmp_path, caplog):
         checkpoint: {{save_dir: {tmp_path}/checkpoints}}
         task: {{_name: language_modeling, data: {lm_corpus}, tokens_per_sample: 48}}
         criterion: {{_name: adaptive_loss}}
-        dataset: {{max_tokens: 1000}}
+        dataset: {{max_tokens: 1000, num_workers: 0}}
         optimization: {{max_update: 2, lr: [0.001]}}
         optimizer: {{_name: adam}}
         lr_scheduler: {{_name: fixed}}

@@ -8,8 +8,8 @@ from pipeline.recipes import average
 
 pytest.importorskip("fairseq")
 
+from building import configured
 from fairseq import checkpoint_utils, options, tasks
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 from hostile import WORDS, generates
 
@@ -28,15 +28,13 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trainer(folder):
     """A trainer of the model of `good`."""
-    parser = options.get_training_parser()
     flags = (
         "--arch talkconv_iwslt_de_en --encoder-layers 2 --decoder-layers 1 --encoder-max-left "
         "1,3 --decoder-max-left 1 --encoder-embed-dim 32 --decoder-embed-dim 32 "
         "--encoder-ffn-embed-dim 48 --decoder-ffn-embed-dim 48 --criterion cross_entropy "
         "--optimizer adam --max-tokens 100 --source-lang es --target-lang en --cpu"
     )
-    args = options.parse_args_and_arch(parser, [str(folder), *flags.split()])
-    cfg = convert_namespace_to_omegaconf(args)
+    cfg = configured(options.get_training_parser(), folder, *flags.split())
     task = tasks.setup_task(cfg.task)
     return Trainer(cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion))
 

@@ -2,13 +2,16 @@
 
 import contextlib
 import gzip
+import io
 import os
 import signal
 import subprocess
 import time
 from itertools import islice
+from unittest import mock
 
 from conftest import ROOT
+from pipeline.common.fairseq import Commands
 
 TEST_VERSES = 11
 
@@ -27,10 +30,13 @@ def write_verses(folder, languages):
 
 
 class QuickStart:
-    """A quick start on the CPU; `timeout` in seconds is for runs that must succeed."""
+    """A quick start on the CPU, by its script and by the function `main` that this runs.
 
-    def __init__(self, script, timeout):
-        self.script, self.timeout = ROOT / "scripts" / script, timeout
+    `timeout` in seconds is for runs that must succeed.
+    """
+
+    def __init__(self, script, main, timeout):
+        self.script, self.main, self.timeout = ROOT / "scripts" / script, main, timeout
 
     def command(self, *arguments):
         return [str(self.script), "--cpu", *map(str, arguments)]
@@ -44,12 +50,21 @@ class QuickStart:
         return done.stdout
 
     def refusal(self, *arguments):
-        """The one line with which a run stops that must not start."""
-        done = subprocess.run(self.command(*arguments), capture_output=True, text=True, timeout=120)
-        assert done.returncode == 2, done.stdout + done.stderr
-        assert done.stdout == ""
-        assert done.stderr.count("\n") == 1, done.stderr
-        return done.stderr
+        """The one line with which a run, in this process, stops that must not start."""
+        printed, told = io.StringIO(), io.StringIO()
+        with (
+            contextlib.chdir("."),  # and back: it goes to the project's root
+            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(told),
+            mock.patch.object(Commands, "run", side_effect=AssertionError("it was not refused")),
+        ):
+            try:
+                status = self.main(self.command(*arguments)[1:])
+            except SystemExit as stopped:  # of argparse
+                status = stopped.code
+        assert (status, printed.getvalue()) == (2, ""), told.getvalue()
+        assert told.getvalue().count("\n") == 1, told.getvalue()
+        return told.getvalue()
 
 
 def kill_group(run):

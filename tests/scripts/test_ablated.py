@@ -10,8 +10,8 @@ from torch.testing import assert_close
 from conftest import fairseq
 
 pytest.importorskip("fairseq")
+from building import dictionary
 from fairseq import models
-from fairseq.data import Dictionary
 from fairseq.modules import LightweightConv1dTBC, MultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
 from test_configs import composed
@@ -154,10 +154,7 @@ def test_half_precision_keeps_its_sums_in_float32():
 
 @pytest.fixture(scope="module")
 def words():
-    words = Dictionary()
-    for index in range(40):
-        words.add_symbol(f"w{index}")
-    return words
+    return dictionary(44)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -214,6 +211,7 @@ def test_a_row_is_trained_and_scored_from_any_folder(verses, tmp_path, monkeypat
     small = [word.removeprefix("++") for word in SMALL]
     small += ["task.source_lang=es", "task.target_lang=en", "optimization.update_freq=[1]"]
     small += ["optimization.max_update=2", "checkpoint.keep_last_epochs=1"]
+    small += ["dataset.num_workers=0"]
     args = [LAST, *small, "--cpu", "--data", verses, "--save-dir", tmp_path / "run"]
     command = train.plan(train.parse(list(map(str, args))))[0]
     fairseq("hydra-train", *command[1:], cwd=tmp_path)

@@ -48,9 +48,21 @@ def measured(benchmark, case, tmp_path):
     return measured
 
 
+WITH_TORCH_ALONE = f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT / "scripts")!r})
+for name in ("matplotlib", "tqdm", "fairseq"):
+    sys.modules[name] = None
+import pipeline.benchmarks.gpu_report
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
 def test_table_and_json(tmp_path):
-    command = [sys.executable, SCRIPT, *TINY, tmp_path / "talk"]
+    """Without matplotlib and fairseq, as on a machine for scripts/gpu_report.sh."""
+    command = [sys.executable, "-c", WITH_TORCH_ALONE, SCRIPT, *TINY, tmp_path / "talk"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
     assert "talk_conv is right in float32" in printed and "TaLK, CUDA graph" in printed
     record = json.loads((tmp_path / "talk.json").read_text())
     assert [cell["mode"] for cell in record["cells"]] == MODES

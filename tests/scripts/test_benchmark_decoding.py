@@ -206,11 +206,14 @@ def test_lengths_are_forced(benchmark, build, beam):
         assert (hypothesis["tokens"] == eos).nonzero().tolist() == [[9]]
 
 
-def test_models_have_the_same_sizes(benchmark, build):
+def test_models_have_the_same_sizes(benchmark):
     sizes = "--width 512 --ffn 1024 --encoder-layers 7 --decoder-layers 6 --vocabulary 10000"
-    counts = []
+    args = benchmark.parse([*SIZES, *sizes.split()])
+    args.device = "meta"
+    task, counts = benchmark.models.build_task(args.sizes.vocabulary), []
     for name in benchmark.models.MODELS:
-        model, *_ = build(name, *sizes.split())
+        with torch.device("meta"):
+            model = benchmark.build_model(name, task, args)
         assert len(model.encoder.layers) == 7 and len(model.decoder.layers) == 6
         counts.append(sum(parameter.numel() for parameter in model.parameters()))
     assert max(counts) <= 1.1 * min(counts), counts

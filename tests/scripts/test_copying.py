@@ -9,8 +9,8 @@ from torch.testing import assert_close
 
 pytest.importorskip("fairseq")
 
+from building import dictionary
 from copying import CopyingLightConvModel
-from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY
 
 WORDS = 30
@@ -29,10 +29,7 @@ def model(request):
 
 
 def task(**cfg):
-    words = Dictionary()
-    for word in range(WORDS - len(words)):
-        words.add_symbol(str(word))
-    cfg = SimpleNamespace(**cfg)
+    words, cfg = dictionary(WORDS), SimpleNamespace(**cfg)
     return SimpleNamespace(source_dictionary=words, target_dictionary=words, cfg=cfg)
 
 

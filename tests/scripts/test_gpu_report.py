@@ -136,25 +136,6 @@ def test_without_torch(script, monkeypatch):
         script.main([])
 
 
-def test_a_benchmark_needs_no_more_than_torch(tmp_path):
-    """Without matplotlib and fairseq, as on a machine for scripts/gpu_report.sh."""
-    sizes = "--cpu --lengths 5 --dtypes float32 --batch 2 --channels 32 --heads 4 --turns 1"
-    options = [*sizes.split(), "--output", str(tmp_path / "x")]
-    program = f"""
-        import sys
-        sys.path.insert(0, {str(ROOT / "scripts")!r})
-        for name in ("matplotlib", "tqdm", "fairseq"):
-            sys.modules[name] = None
-        from pipeline.benchmarks import gpu_report, operator
-        operator.main({options!r})
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
-
-
 def test_commands_of_the_stages():
     """Each file that a stage names is there, and each option is one of its program."""
     from pipeline.benchmarks import gpu_report

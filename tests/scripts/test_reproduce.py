@@ -25,8 +25,10 @@ NAMES = sorted(
     for benchmark in archives.MAKE
     for path in (ROOT / "configs" / benchmark).glob("*.yaml")
 )
-# Two epochs of one update each; the windows, layers and criterion stay the row's.
+# Two epochs of one update each; the windows, layers and criterion stay the row's. PyTorch waits
+# for a process that loads data, so there is none.
 TWO_UPDATES = ["optimization.max_epoch=2", "optimization.update_freq=[100]"]
+TWO_UPDATES += ["dataset.num_workers=0"]
 SMALL = {
     "fconv": {
         "encoder_embed_dim": 32, "encoder_layers": '"[(32, 3)] * 2"', "decoder_embed_dim": 32,

@@ -133,7 +133,7 @@ def test_an_environment_that_was_moved_is_made_again(copy, tmp_path_factory):
 
 def test_two_at_once(copy):
     """The second waits, and finds the work of the first done."""
-    slow = INSTALLS.replace('echo "$*" >>pip;', 'echo "$*" >>pip; sleep 1;')
+    slow = INSTALLS.replace('echo "$*" >>pip;', 'echo "$*" >>pip; sleep 0.3;')
     python = make_python(copy / "python3.12", "3.12", slow)
     command = [copy / "scripts/setup.sh"]
     env = {"PATH": "/usr/bin:/bin", "PYTHON": str(python)}

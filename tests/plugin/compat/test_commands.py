@@ -41,7 +41,7 @@ SIZES = [
 TRAIN = [*"--cpu --optimizer adam --lr 0.01 --num-workers 0 --max-tokens 300".split()]
 
 
-SHORT = ["--cpu", "--batch-size=16", "--beam=2", "--max-len-b=10"]
+SHORT = ["--cpu", "--num-workers=0", "--batch-size=16", "--beam=2", "--max-len-b=10"]
 
 
 BLEU = ["--eval-bleu", "--eval-bleu-detok=moses", '--eval-bleu-args={"max_len_b": 10}']
@@ -120,6 +120,7 @@ def test_interactive_translates_every_line(data, trained, corpus):
 def test_validation_sees_every_sentence(data, trained):
     path = f"--path={trained / 'checkpoint_best.pt'}"
     flags = ["--task=translation", "--valid-subset=test", "--max-tokens=10000", "--cpu"]
+    flags += ["--num-workers=0"]
     assert "| bsz 43" in fairseq("validate", data, path, *flags)
 
 
@@ -180,7 +181,7 @@ def test_language_models_train_and_are_scored(corpus, data, tmp_path):
     fairseq("train", tmp_path, *model, *sizes, *TRAIN, *flags, "--max-update=3")
 
     path = f"--path={tmp_path / 'checkpoint_last.pt'}"
-    out = fairseq("eval_lm", tmp_path, path, "--cpu", *flags)
+    out = fairseq("eval_lm", tmp_path, path, "--cpu", "--num-workers=0", *flags)
     words = (corpus / "test.de").read_text().split()
     assert f"Evaluated {len(words) + 43} tokens" in out
     # Without the flags every block is longer than the model allows.
@@ -188,13 +189,10 @@ def test_language_models_train_and_are_scored(corpus, data, tmp_path):
     assert line.startswith("ValueError: expected blocks of at most 32 tokens to score, got")
 
 
-@pytest.mark.parametrize("precision, shown", [("medium", "medium"), ("low", "got 'low'")])
-def test_matmul_precision_of_the_environment(precision, shown):
-    code = "import talk_fairseq, torch; print(torch.get_float32_matmul_precision())"
-    env = {**os.environ, "TALK_MATMUL_PRECISION": precision}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert shown in done.stdout + done.stderr
-    assert (done.returncode == 0) == (precision == "medium")
+def test_a_matmul_precision_that_there_is_not(data):
+    line = fairseq("train", data, fails=True, env={"TALK_MATMUL_PRECISION": "low"})
+    name = "ValueError: TALK_MATMUL_PRECISION"
+    assert line == f"{name}: expected highest, high or medium, got 'low'"
 
 
 LEVEL = "logging.getLogger().getEffectiveLevel()"
@@ -203,11 +201,14 @@ LEVEL = "logging.getLogger().getEffectiveLevel()"
 NUMBA = "logging.getLogger('numba.core.ssa').getEffectiveLevel()"
 
 
+PRECISION = "__import__('torch').get_float32_matmul_precision()"
+
+
 @pytest.mark.parametrize(
     "program, level",
     [
         (f"import fairseq_cli.interactive, talk_fairseq, logging; print({LEVEL})", "20"),
-        (f"import talk_fairseq, logging; print({LEVEL})", "30"),
+        (f"import talk_fairseq, logging; print({LEVEL}, {PRECISION})", "30 medium"),
         (
             f"import logging; logging.basicConfig(level=40); import talk_fairseq; print({LEVEL})",
             "40",
@@ -217,8 +218,12 @@ NUMBA = "logging.getLogger('numba.core.ssa').getEffectiveLevel()"
     ids=["a command", "a program", "a program with a level", "fairseq first"],
 )
 def test_the_log_has_the_level_of_the_program(program, level):
-    """A module of fairseq sets DEBUG, with which Numba fills pages when it compiles a kernel."""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    """A module of fairseq sets DEBUG, with which Numba fills pages when it compiles a kernel.
+
+    Products have the precision of the environment.
+    """
+    env = {**os.environ, "TALK_MATMUL_PRECISION": "medium"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == level, done.stderr[-3000:]
 
 
