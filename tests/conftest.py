@@ -108,7 +108,7 @@ def composed_once():
     parsed, parse = {}, OverridesParser.parse_rule
 
     def compose(name, overrides, **options):
-        key = (name, *overrides)
+        key = (name, *overrides, *sorted(options.items()))
         if key not in known:
             known[key] = original(name, overrides=overrides, **options)
         return copy.deepcopy(known[key])

@@ -176,6 +176,7 @@ def test_a_folder_without_dictionaries_is_named(trained, tmp_path, monkeypatch, 
 @pytest.mark.slow
 def test_from_a_wheel(corpus, trained, tmp_path):
     """The wheel carries the kernels and works as a plugin, in front of the editable install."""
+    pytest.importorskip("setuptools", "68")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     source = tmp_path / "source"
     subprocess.run(["git", "clone", "--quiet", ROOT, source], check=True)

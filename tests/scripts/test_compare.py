@@ -172,11 +172,24 @@ def test_the_best_rate_of_another_warmup_may_be_another(played, verses, tmp_path
     assert row["warmups"]["chosen"] == "3000" and (out / "talkconv/4e-3_3000/1/generated").exists()
 
 
+def test_rates_between_are_tried_with_another_warmup_too(played, verses, tmp_path):
+    """Widened twice, the best rate is far from those that are listed."""
+    out = tmp_path / "run"
+    options = arguments(verses, out, "--systems", "talkconv", "--lr", "1e-3,2e-3")
+    options += ["--updates", "4000", "--warmup", "3000"]
+    played.best_warmup, played.best_rates = 3000, {400: 7e-3, 3000: 5e-3}
+    assert sweep.main(options) == 0
+    row = json.loads((out / "results.json").read_text())["systems"]["talkconv"]
+    assert list(row["points"])[:5] == ["1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2"]
+    assert list(row["rates"]["validation"]) == ["1e-3", "2e-3", "4e-3", "8e-3"]
+    assert row["rates"]["chosen"] == "4e-3"
+
+
 def test_a_warmup_can_diverge_or_fail(played, verses, tmp_path, capsys):
     options = arguments(verses, tmp_path / "run", "--updates", "100", "--warmup", "25,50")
     played.broken, played.why = "train talkconv with 50", "FloatingPointError: NaN"
     assert sweep.main(options) == 0
-    assert "talkconv diverged with a warm-up of 50." in capsys.readouterr().out
+    assert "talkconv diverged at 2e-3 with a warm-up of 50." in capsys.readouterr().out
 
     played.broken, played.nan = None, "all"
     options = arguments(verses, tmp_path / "nan", "--updates", "100", "--warmup", "50")

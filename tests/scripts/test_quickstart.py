@@ -80,6 +80,7 @@ def test_a_run_a_second_run_and_a_restart(verses, tmp_path, monkeypatch):
     of.open(model=["fairseq-train"])
     of.folder.close()
     assert {path.name for path in out.iterdir()} == {"lock", "notes", "settings.json"}
+    assert (out / "notes").read_text() == "mine"
 
 
 @pytest.mark.long
@@ -258,6 +259,13 @@ def test_options_that_cannot_be_used(tmp_path, arguments, expected):
     out = tmp_path / "run"
     assert expected in refusal("--out", out, *arguments)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("script", [_script, _other], ids=["translation", "language models"])
+def test_the_script_refuses_as_the_function_does(tmp_path, script):
+    words = ("--out", tmp_path / "run", "--minutes", 0)
+    done = subprocess.run(script.command(*words), capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", script.refusal(*words))
 
 
 @of_both

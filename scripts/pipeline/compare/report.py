@@ -147,12 +147,9 @@ def notes(results):
             )
             yield f"{what}, the best in validation: {'; '.join(chosen)}."
     for name, row in systems.items():
-        diverged = [
-            f"{how} {value}"
-            for how, key in (("at", "rates"), ("with a warm-up of", "warmups"))
-            for value, loss in (row.get(key) or {}).get("validation", {}).items()
-            if loss is None
-        ]
+        points = row.get("points", {}).items()
+        diverged = [f"at {point}".replace("_", " with a warm-up of ") for point, loss in points
+                    if loss is None]  # fmt: skip
         diverged += [f"with seed {seed}, which does not count" for seed in row.get("diverged", [])]
         if diverged:
             yield f"{name} diverged {', '.join(diverged)}."

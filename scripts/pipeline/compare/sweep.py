@@ -3,7 +3,7 @@ pieces, with as many parameters, for the same updates on the same batches, with 
 and seeds. Only the peak learning rate is each system's own: each is trained to the end at several,
 and the best on the validation set counts; further seeds have that one. With --warmup, the warm-up
 is chosen at that rate, then the rate with that warm-up, and so on until neither changes. Where the
-best of several is the highest or the lowest, twice or half of it is tried too.
+best of several is the highest or the lowest, twice or half of it is tried too, up to four times.
 Averages the last checkpoints, scores the test set, and measures speed and memory of all systems in
 turn. Systems and schedules are in configs/verses/; --systems takes what you add there.
 docs/compare.md says more, and what is in the folder; docs/results.md has what was measured.
@@ -187,7 +187,7 @@ class Comparison:
     Attributes:
         points: ``{system: point}``, the best so far: its rate, or ``RATE_WARMUP``.
         losses: ``{system: {point: loss}}`` in validation, of seed 1; None if it diverged.
-        failures: ``{(system, seed): why}``, of which the systems have no point.
+        failures: ``{(system, seed): why}``; a system that failed in the search has no point.
     """
 
     def __init__(self, args):
@@ -329,8 +329,15 @@ class Comparison:
             moving = [name for name in self.points if self.points[name] != before[name]]
 
     def untried(self, name, axis):
-        """Return which of the listed rates, or warm-ups, a system has not had beside the other."""
-        values = self.listed(name, axis)
+        """Return the rates, or warm-ups, that a system has still to try beside the other.
+
+        Those are the listed ones and, of those that it had elsewhere, the ones in between.
+        """
+        listed, here = self.listed(name, axis), self.split(name, self.points[name])[axis]
+        ends = [float(value) for value in (*listed, here)]
+        had = [self.split(name, point)[axis] for point in self.losses[name]]
+        had = [value for value in had if min(ends) <= float(value) <= max(ends)]
+        values = dict.fromkeys([*listed, *had])
         return [v for v in values if self.beside(name, axis, v) not in self.losses[name]]
 
     def choose(self, axis, names):
@@ -449,6 +456,7 @@ class Comparison:
         systems = {}
         for name in args.systems:
             row = systems[name] = {"options": args.systems[name], "seeds": {}}
+            row["points"] = self.losses[name]
             if name in self.points:
                 at = self.split(name, self.points[name])
                 for axis in AXES if args.warmup else AXES[:1]:

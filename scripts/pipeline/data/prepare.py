@@ -63,8 +63,8 @@ class Preparation:
     def check(self, what, found, published, exact=True):
         """Note a number beside the published ones.
 
-        Raises ValueError if it is none of these, unless --other-counts was given. A number that is
-        not `exact` may differ by one in fifty; beyond that it prints a warning.
+        Raises ValueError if an `exact` one is none of these, unless --other-counts was given. Any
+        other may differ by one in fifty; beyond that a warning is printed.
         """
         values = {"what": what, "found": found, "published": published, "exact": exact}
         self.prepared["checks"].append(values)

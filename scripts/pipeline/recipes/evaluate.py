@@ -222,7 +222,8 @@ class Evaluation:
     def paths(self, average):
         """Return the checkpoints to average: the last `average` ones or, for 1, the best one.
 
-        With a moving average, the last one. Raises BadInput or ValueError if some are missing.
+        With a moving average, that is the last; a single file is itself. Raises BadInput or
+        ValueError if some are missing.
         """
         if average > 1:
             configs.check_average(self.config, average)
