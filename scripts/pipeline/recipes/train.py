@@ -34,7 +34,7 @@ def parse(arguments):
     add("overrides", nargs="*", metavar="GROUP.KEY=VALUE", help="options that replace the config's")
     add("--data", help="binarised data (default: the config's, or data-bin/BENCHMARK)")
     add("--save-dir", help="folder of the run (default: the config's, or checkpoints/NAME)")
-    add("--devices", type=count, metavar="N", help="of this node (default: the most that fit)")
+    add("--devices", type=count, metavar="N", help="GPUs of this node (default: most that fit)")
     add("--cpu", action="store_true", help="use no GPU; --devices are then processes (default: 1)")
     add("--nodes", type=count, default=1, metavar="N", help="number of nodes")
     add("--rendezvous", metavar="HOST[:PORT]", help="the node of --nodes where all of them meet")
