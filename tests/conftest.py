@@ -31,14 +31,18 @@ def one_space(text):
     return re.sub(" +", " ", text)
 
 
+def status_of(main, *arguments):
+    """The exit status of a command that runs in this process."""
+    try:
+        return main([*map(str, arguments)])
+    except SystemExit as stopped:  # of argparse
+        return stopped.code
+
+
 def refusal(capfd, main, *arguments):
     """The one line with which a command stops that cannot do what it is asked for."""
     capfd.readouterr()
-    try:
-        status = main([*map(str, arguments)])
-    except SystemExit as stopped:  # of argparse
-        status = stopped.code
-    assert status == 2
+    assert status_of(main, *arguments) == 2
     return capfd.readouterr().err.splitlines()[-1]
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+from conftest import status_of
 from pipeline.common.command import Failed
 from pipeline.common.fairseq import Bar, Commands
 from pipeline.compare import sweep
@@ -24,11 +25,7 @@ def dictionaries(folder, languages, words):
 
 def refusal(capsys, *arguments):
     """The one line with which a command stops that must not start."""
-    try:
-        status = sweep.main([str(argument) for argument in arguments])
-    except SystemExit as stopped:  # of argparse
-        status = stopped.code
-    assert status == 2
+    assert status_of(sweep.main, *arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1
     return printed.err

@@ -10,7 +10,7 @@ import time
 from itertools import islice
 from unittest import mock
 
-from conftest import ROOT
+from conftest import ROOT, status_of
 from pipeline.common.fairseq import Commands
 
 TEST_VERSES = 11
@@ -58,10 +58,7 @@ class QuickStart:
             contextlib.redirect_stderr(told),
             mock.patch.object(Commands, "run", side_effect=AssertionError("it was not refused")),
         ):
-            try:
-                status = self.main(self.command(*arguments)[1:])
-            except SystemExit as stopped:  # of argparse
-                status = stopped.code
+            status = status_of(self.main, *self.command(*arguments)[1:])
         assert (status, printed.getvalue()) == (2, ""), told.getvalue()
         assert told.getvalue().count("\n") == 1, told.getvalue()
         return told.getvalue()
