@@ -130,6 +130,15 @@ def test_a_seed_without_the_reference_has_no_p(tmp_path):
     assert systems["lightconv"]["p"] is None and "baseline" not in results
 
 
+def test_the_reference_alone_has_no_p(tmp_path):
+    (tmp_path / "test.en").write_text("a small tool is here\n" * 30)
+    generated(tmp_path / "talkconv/1/generated", ["a tool is here"] * 30)
+    systems = {"talkconv": {"seeds": {"1": {}}}}
+    results = {"task": "mt", "reference": "talkconv", "systems": systems}
+    score(results, tmp_path, ["es", "en"], lambda *run: tmp_path.joinpath(*run))
+    assert systems["talkconv"]["p"] is None and "baseline" not in results
+
+
 def test_scores_of_language_models_by_hand(tmp_path):
     """Pieces of three and two words of text; each seed has a loss of its own."""
     (tmp_path / "pieces").mkdir()

@@ -53,7 +53,7 @@ def score_translations(results, corpus, languages, folder_of):
         bleu = BLEU(references=[references])
         signatures, scores = PairedTest(named, {"BLEU": bleu}, None, test_type="bs")()
         results["signature"] = str(signatures["BLEU"])
-        tested = names[0] == reference
+        tested = names[0] == reference and len(names) > 1
         if tested:
             results["baseline"] = reference
         for (name, hypotheses), result in zip(named, scores["BLEU"]):
