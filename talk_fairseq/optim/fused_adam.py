@@ -23,8 +23,10 @@ class FusedAdam(torch.optim.Optimizer):
 
     Results differ from fairseq's by rounding alone. The state has fairseq's names and types, so
     that either optimizer can resume from a checkpoint of the other. Parameters in float16 or
-    bfloat16 have states in float32, and are rounded once per update. Arguments are those of
-    ``torch.optim.AdamW``, but `weight_decay` defaults to 0. RuntimeError for a sparse gradient.
+    bfloat16 have states in float32, and are rounded once per update; PyTorch's own
+    `load_state_dict` rounds these states too, fairseq's ``--memory-efficient-…`` does not.
+    Arguments are those of ``torch.optim.AdamW``, but `weight_decay` defaults to 0. RuntimeError for
+    a sparse gradient.
     """
 
     supports_memory_efficient_fp16 = True
@@ -43,8 +45,8 @@ class FusedAdam(torch.optim.Optimizer):
             same = collections.defaultdict(list)
             for p in group["params"]:
                 if p.grad is not None:
-                    same[self._count(p), p.device].append(p)
-            for (step, _), params in same.items():
+                    same[self._count(p), p.device, p.dtype].append(p)
+            for (step, *_), params in same.items():
                 self._update(params, step, group)
         return loss
 
@@ -57,15 +59,17 @@ class FusedAdam(torch.optim.Optimizer):
         for name in ("exp_avg", "exp_avg_sq"):
             if name not in state:
                 state[name] = torch.zeros_like(p, dtype=dtype)
-            state[name] = state[name].to(p.device, dtype)  # fairseq may load it in p's dtype
+            # fairseq may load it in p's dtype.
+            state[name] = state[name].to(p.device, dtype).contiguous()
         state["step"] = int(state.get("step", 0)) + 1
         return state["step"]
 
     def _update(self, params, step, group):
         means = [self.state[p]["exp_avg"] for p in params]
         squares = [self.state[p]["exp_avg_sq"] for p in params]
-        wide = [p.to(mean.dtype) for p, mean in zip(params, means)]
-        gradients = [p.grad.to(mean.dtype) for p, mean in zip(params, means)]
+        # The fused kernel takes all memory for contiguous, on a CPU without a look at strides.
+        wide = [p.to(mean.dtype).contiguous() for p, mean in zip(params, means)]
+        gradients = [p.grad.to(mean.dtype).contiguous() for p, mean in zip(params, means)]
         steps = [torch.tensor(float(step), device=params[0].device)] * len(params)
         beta1, beta2 = group["betas"]
         # PyTorch adds eps to the corrected root, fairseq to the root as it is.

@@ -71,6 +71,29 @@ def test_either_goes_on_from_the_other(first, second):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
+def test_any_strides():
+    """Of a parameter that is a view, of its gradient, and of a state that was loaded."""
+    values = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(0))
+    table = torch.zeros(6, 8)
+    table[:, :4] = values[0]
+    strided = [nn.Parameter(table[:, :4]), nn.Parameter(values[1].t().contiguous().t())]
+    plain = [nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format)) for p in strided]
+    for first in range(2):
+        for cls, params in (FusedAdam, strided), (Adam, plain):
+            optimizer = cls(params, **OPTIONS)
+            for _ in range(3):
+                for p in params:
+                    p.grad = values[2].t().contiguous().t() if first else values[2]
+                state = copy.deepcopy(optimizer.state_dict())
+                optimizer.load_state_dict(state)
+                for entry in optimizer.state.values():
+                    entry["exp_avg"] = entry["exp_avg"].t().contiguous().t()
+                optimizer.step()
+    for mine, other in zip(strided, plain):
+        torch.testing.assert_close(mine, other, rtol=2e-6, atol=2e-6)
+    assert not table[:, 4:].any()
+
+
 def test_a_closure_and_a_sparse_gradient():
     (p, *_) = parameters(torch.float32)
     optimizer = FusedAdam([p])
