@@ -169,7 +169,8 @@ class TaLKConv(_RetainsDropout):
         `state` is None at the start and what the last call returned from then on: a
         :class:`TaLKConvState` of constant size, which is changed in place. Only for a causal
         module, else ValueError. With another divisor than the layer's largest window, 16-bit types
-        are rounded twice, not once as in `forward`: this keeps the state small.
+        are rounded twice, not once as in `forward`: this keeps the state small. Begin a new state
+        where dropout is switched on: it makes offsets larger than an old one may remember.
         """
         if self.max_right:
             raise ValueError(f"step: expected a causal module, got max_right = {self.max_right}")
@@ -220,8 +221,9 @@ class ShortConv(nn.Module):
 
     def __init__(self, channels, K, causal):
         super().__init__()
-        if not isinstance(K, int) or K < 1:
+        if not 1 <= K < math.inf or int(K) != K:
             raise ValueError(f"short_kernel: expected a whole number of tokens >= 1, got {K}")
+        K = int(K)
         self.left = K - 1 if causal else K // 2
         self.right = K - 1 - self.left
         self.weight = nn.Parameter(torch.empty(K, channels))
@@ -263,7 +265,7 @@ class TaLKConvUnit(_RetainsDropout):
 
     Attributes:
         convolution: the class of the windows: TaLKConv, or one with the same constructor,
-            `forward` and `step`.
+            `forward` and `step`; what `step` returns as its state has ``reorder(new_order)``.
     """
 
     convolution = TaLKConv
@@ -312,11 +314,16 @@ class TaLKConvUnit(_RetainsDropout):
         """query (T, B, C), key_padding_mask (B, T) -> ``(out (T, B, C), None)``.
 
         `key` and `value` are taken to be `query`; there are no weights to return. ValueError for a
-        `query` of another shape, or an `attn_mask`.
+        `query` or `key_padding_mask` of another shape, or an `attn_mask`.
         """
         _check_channels("query", query, self.channels)
         if attn_mask is not None:
             raise ValueError(f"attn_mask: expected None, got {tuple(attn_mask.shape)}")
+        if key_padding_mask is not None and key_padding_mask.shape != query.shape[1::-1]:
+            raise ValueError(
+                f"key_padding_mask: expected shape {tuple(query.shape[1::-1])}, (B, T) of query, "
+                f"got {tuple(key_padding_mask.shape)}"
+            )
         x = F.dropout(query, self.input_dropout) if self.dropout_active() else query
         x = self.linear1(x)
         if self.glu:

@@ -15,13 +15,17 @@ def patches(owner, name):
     fairseq no longer has that name.
     """
     owner = _resolve(owner)
-    original = getattr(owner, name)
+    original = layer = getattr(owner, name)
     of_class = isinstance(vars(owner).get(name), classmethod)
     if of_class:
         original = original.__func__
+    present = set()
+    while layer is not None:  # several patches may stand on one another
+        present.add(getattr(layer, "patched_by", None))
+        layer = getattr(layer, "__wrapped__", None)
 
     def patch(function):
-        if getattr(original, "patched_by", None) == function.__name__:
+        if function.__name__ in present:
             return function
 
         @functools.wraps(original, updated=())

@@ -14,7 +14,7 @@ from torch import nn
 
 from talk_fairseq.modules import reorder_units
 
-_STEPS = 31  # of decoding whose distances are computed ahead
+_STEPS = 31  # distances to the source are computed for so many more steps of decoding at once
 
 
 class EncoderAttention(MultiheadAttention):
@@ -105,7 +105,7 @@ class EncoderAttention(MultiheadAttention):
         scores = torch.bmm(q, keys.view(N * H, R, S)).view(N, H, T, k, S)
         if self.aligns:
             if (left := state["distances"].shape[2]) < T:
-                # Of further steps too: each launch costs a step time on a GPU.
+                # Also for the next steps: on a GPU, each launch that a step saves makes it faster.
                 count = T if incremental_state is None else T + _STEPS
                 positions = state["positions"] + left
                 steps = torch.arange(count, device=q.device).view(-1, 1, 1)

@@ -138,7 +138,7 @@ class TaLKConvModelBase:
                 f"data_name_or_path: expected a folder with dictionaries (dict*.txt), got {folder}"
             )
         hub = super().from_pretrained(
-            model_name_or_path, checkpoint_file, data_name_or_path, **kwargs
+            model_name_or_path, checkpoint_file, str(data_name_or_path), **kwargs
         )
         for module in hub.modules():
             if isinstance(module, encoder_attention.EncoderAttention):

@@ -21,7 +21,7 @@ import torch
 _LARGE = 4 << 20
 # For fewer elements, starting threads costs more than it saves.
 _SERIAL = 1 << 15
-# The same for steps of decoding, where an element takes about a nanosecond.
+# The same number of elements in decoding, where an element takes about a nanosecond.
 _SERIAL_STEPS = 1 << 17
 # Time steps of a task, unless windows are large.
 _CHUNK = 1024
@@ -115,7 +115,7 @@ def _step(kernel, x, other, rows, origin, *sizes):
     else:
         cuts = [B * index // threads for index in range(threads + 1)]
         _share(lambda i: kernel(*arguments, cuts[i], cuts[i + 1]), threads)
-    return out if out.dtype == x.dtype else out.to(x.dtype)
+    return out.to(x.dtype)
 
 
 def _over_channels(kernel, x, weight, left, *others):

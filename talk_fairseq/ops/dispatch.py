@@ -145,7 +145,8 @@ def _register(schema, kernel, fake, save=None, differentiate=None, reference=Non
         @staticmethod
         def forward(ctx, keyset, *inputs):
             if transforms_are_active():
-                # Gradients are off here. Those of the transformations around this one are not.
+                # PyTorch turns gradients off in here, but transformations around this one still
+                # need theirs.
                 with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                     output = redispatch(keyset & below, *inputs)
             else:

@@ -3,7 +3,7 @@
 import torch
 
 from talk_fairseq.ops.dispatch import backend_name, backend_of, register, steps_are_plain
-from talk_fairseq.ops.state import compute_dtype
+from talk_fairseq.ops.state import ShortConvState, compute_dtype
 
 
 def short_conv(x, weight, left):
@@ -44,12 +44,15 @@ def short_conv_update(x, weight, state):
         (S, B, C), as :func:`short_conv`.
 
     Raises:
+        TypeError: `state` is not a ShortConvState.
         ValueError: as :func:`short_conv`; a `state` of other sequences, channels, taps, device or
             dtype.
 
     Equivalent to ``short_conv(xs, weight, K - 1)[-S:]`` with `xs` of all the steps so far.
     """
     x, weight = _of_one_dtype(x, weight)
+    if not isinstance(state, ShortConvState):
+        raise TypeError(f"state: expected a ShortConvState, got {type(state).__name__}")
     state.check(x, compute_dtype(x.dtype))
     S, K = len(x), len(weight)
     if len(state.rows) != K:

@@ -16,7 +16,10 @@ def sums_dtype(dtype, device):
 
 
 class _Ring:
-    """A row of each sequence for each of the last L steps, overwritten in place and never copied.
+    """A row of each sequence for each of the last L steps, overwritten in place.
+
+    Rows are copied by `settle` alone: when several steps come at once after a beam search, or when
+    there are more sequences than ever before.
 
     Attributes:
         rows: (L, columns, C).
@@ -76,7 +79,7 @@ class TaLKConvState(_Ring):
 
     A ring of L = `reach` + 3 rows of running sums, which start anew whenever the ring does: no sum
     grows with the sequence, and a window is the difference of two or three of them. It is
-    overwritten in place, step by step, and never copied::
+    overwritten in place, step by step::
 
         step      8   9  10  11  12  13        L = 6, at step 13: the ring holds steps 8 to 13
         slot      2   3   4   5 | 0   1        (slot = step % L)

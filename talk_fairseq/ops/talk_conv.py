@@ -78,8 +78,9 @@ def talk_conv_update(x, offset_left, state, max_left):
         max_left: int >= 0, tokens that an offset of 1 reaches to the left.
 
     Returns:
-        (S, B, C) in x's dtype. A negative or NaN offset gives NaN. So does one beyond the state's
-        reach, once there have been more steps than that; until then the window ends at the first.
+        (S, B, C) in x's dtype. A negative or NaN offset gives NaN. So does one that is a token or
+        more beyond the state's reach, once there have been more steps than that; until then the
+        window ends at the first.
 
     Raises:
         TypeError, ValueError: as :func:`talk_conv`, and for a `state` that does not fit `x`.
@@ -100,7 +101,8 @@ def talk_conv_update_unchecked(x, offset_left, state, max_left):
     state.check(x, sums_dtype(x.dtype, x.device))
     plain = steps_are_plain(x, offset_left, state.rows)
     if len(x) > 1 or plain:
-        # A step of one sequence may overwrite what another still has to read in a later one.
+        # Kernels take all steps of a sequence, then those of the next: a row that they share may be
+        # overwritten before both have read it. The reference knows no shared rows.
         state.settle()
     sums, steps = state.rows, state.steps
     if plain:

@@ -406,6 +406,8 @@ def test_bad_arguments():
             TaLKConvState(2, 8, reach)
     with pytest.raises(TypeError, match="state: expected a TaLKConvState, got NoneType"):
         talk_conv_update(x, offset, None, 5)
+    with pytest.raises(TypeError, match="state: expected a ShortConvState, got TaLKConvState"):
+        short_conv_update(x, torch.rand(3, 8), TaLKConvState(2, 8, 0, torch.float32))
 
 
 @pytest.mark.parametrize("order", [[0, 2], [-1, 0]])

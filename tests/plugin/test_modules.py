@@ -5,6 +5,7 @@ import math
 import pickle
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -189,6 +190,10 @@ def test_a_short_conv_of_nothing_is_refused():
         TaLKConvUnit(8, 2, 5, short_kernel=-1)
 
 
+def test_a_number_of_numpy_is_a_kernel_too():
+    assert TaLKConvUnit(8, 2, 5, short_kernel=np.int64(3)).short.weight.shape == (3, 8)
+
+
 @pytest.mark.parametrize("glu", [True, False])
 @pytest.mark.parametrize("max_right", [0, 4])
 @pytest.mark.parametrize("short_kernel", [0, 3])
@@ -344,6 +349,16 @@ def test_an_input_of_another_shape(shape):
 def test_an_attention_mask_is_refused():
     with pytest.raises(ValueError, match=r"attn_mask: expected None, got \(5, 5\)"):
         TaLKConvUnit(8, 2, 3)(torch.randn(5, 1, 8), attn_mask=torch.zeros(5, 5))
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (1, 1), (1, 2)])
+def test_a_mask_of_another_shape_is_refused(shape):
+    """It would be broadcast: one step would become five."""
+    mask = torch.zeros(shape, dtype=torch.bool)
+    message = rf"key_padding_mask: expected shape \(2, 1\).* got {re.escape(str(shape))}"
+    for state in (None, {}):
+        with pytest.raises(ValueError, match=message):
+            TaLKConvUnit(8, 2, 3)(torch.randn(1, 2, 8), None, None, mask, state)
 
 
 def test_a_two_sided_module_cannot_step():

@@ -10,6 +10,7 @@ import math
 import re
 import shutil
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -484,7 +485,7 @@ def test_torch_hub(hub_folder):
 
 def test_our_own_checkpoints_from_pretrained(corpus, trained):
     hub = TaLKConvModel.from_pretrained(
-        str(trained.parent), checkpoint_file=trained.name, data_name_or_path=str(corpus)
+        str(trained.parent), checkpoint_file=trained.name, data_name_or_path=Path(corpus)
     )
     assert len(hub.translate(["En el principio", "Y dijo Dios"], max_len_b=9)) == 2
     # Each call may ask for alignments, which the command line has to before it loads a model.

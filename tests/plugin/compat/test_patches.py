@@ -57,6 +57,7 @@ def test_the_docs_list_the_patches():
 
 
 def test_a_patch_that_is_applied_again_changes_nothing():
+    """Also where two patches stand on one another."""
     owner = SimpleNamespace(count=lambda: 1)
     for _ in range(2):
 
@@ -64,7 +65,11 @@ def test_a_patch_that_is_applied_again_changes_nothing():
         def count_one_more(original):
             return original() + 1
 
-    assert owner.count() == 2
+        @patching.patches(owner, "count")
+        def count_twice(original):
+            return 2 * original()
+
+    assert owner.count() == 4
 
 
 def test_a_command_that_runs_as_a_module_is_patched(monkeypatch):
