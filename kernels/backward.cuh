@@ -551,7 +551,8 @@ __device__ void backward(const Problem& p) {
     for (int first_c = 0; first_c < p.R; first_c += LANES * N) {
         const int c = first_c + lane * N;
         int from = segment * ROWS_;
-        // There is one turn, mostly: what follows from `from` is not to be kept from turn to turn.
+        // Mostly there is one turn: without this, the compiler would keep in registers what it
+        // computes from `from`, for turns that never come.
         TALK_OPAQUE(from);
         const bool active = c < p.R;
         if (pass == Pass::TILE && first_c > 0) {
@@ -605,8 +606,9 @@ __device__ void backward(const Problem& p) {
                 if (from + r < tile.rows) store(row_at(dx, stride, r), rows[r], scale);
         }
 
-        // Whole warps beyond the tile's rows leave this out; in the others, segments beyond them
-        // repeat the last ones.
+        // A warp whose rows all lie beyond the tile's leaves this out. In other warps, segments
+        // beyond the tile's rows repeat its last ones, for results that nobody reads: all lanes of
+        // a warp must take part in the sums over lanes.
         constexpr int WARP_ROWS = 32 / LANES * ROWS_;
         constexpr int KEPT = 2 * DOTS < LANES ? 1 : 2 * DOTS / LANES;
         if ((from & -WARP_ROWS) < tile.rows) {

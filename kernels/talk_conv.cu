@@ -59,7 +59,7 @@
     TALK_WIDTH(type##_wide, X, N, FEW)                                                             \
     TALK_WIDTH(type##_narrow, X, 1, 1)                                                             \
     TALK_BACKWARD(type##_wide, X, N, LANES, ROWS, BACKWARD_THREADS, sizeof(X) == 8 ? 1 : 2)        \
-    TALK_KERNEL(talk_backward_short, type##_wide, Problem, 128, sizeof(X) == 8 ? 4 : 6,            \
+    TALK_KERNEL(talk_backward_small, type##_wide, Problem, 128, sizeof(X) == 8 ? 4 : 6,            \
                 (backward<Pass::TILE, X, N, LANES, ROWS, 128>(p)))                                 \
     TALK_BACKWARD(type##_slim, X, N, 4, 4, 256, 2)                                                 \
     TALK_BACKWARD(type##_narrow, X, 1, 32, 8, BACKWARD_THREADS, 2)                                 \

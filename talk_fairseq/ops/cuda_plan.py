@@ -129,7 +129,7 @@ def plan_backward(
     if tile:
         kind, few = "", 128  # threads that are enough for a short sequence
         if kernel.endswith("_wide") and T <= min(tile, few // lanes * rows):
-            kind, threads, tile = "_short", few, few // lanes * rows
+            kind, threads, tile = "_small", few, few // lanes * rows
         staged = min(before + tile + after, whole)
         sizes = {"before": before, "after": after, "tile": tile, "staged": staged} | numbers
         blocks = _grid(heads, 1, _tiles(T, tile))

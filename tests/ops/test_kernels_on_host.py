@@ -256,7 +256,7 @@ def test_the_largest_windows(T, shared_memory):
 def test_short_sequences_and_windows_beyond_shared_memory(T):
     host = Host()
     check(host, example(T, 1, 1, 20), 1000, 900)
-    assert any("backward_short" in name for name in host.launched) == (T <= 64)
+    assert any("backward_small" in name for name in host.launched) == (T <= 64)
     assert any("walk" in name for name in host.launched) == (T > 192)
 
 
