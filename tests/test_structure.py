@@ -15,7 +15,7 @@ PACKAGE = [
     "__init__",
 ]
 LARGEST = 600  # lines of a file
-BOUNDS = {"README.md": 170, "scripts": 7_060, "talk_fairseq": 4_940}
+BOUNDS = {"README.md": 170, "scripts": 7_005, "talk_fairseq": 4_970}
 
 
 def tracked(*patterns):

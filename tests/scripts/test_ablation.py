@@ -50,9 +50,8 @@ def test_goes_on_and_counts_what_diverged(tmp_path, monkeypatch, capsys):
     assert made == [*list(scores)[:2], ("ablation_2_normalised", 2)]
     results = json.loads((tmp_path / "x/ablation.json").read_text())
     assert results.keys() == {"ablation_1_one_window", "ablation_2_normalised"}
-    assert results["ablation_1_one_window"]["mean"] is None
-    assert results["ablation_2_normalised"]["mean"] == 35.5
-    assert results["ablation_2_normalised"]["deviation"] == 0.71
+    assert results["ablation_1_one_window"]["seeds"] == {"1": "diverged", "2": "diverged"}
+    assert results["ablation_2_normalised"]["seeds"] == {"1": 35.0, "2": 36.0}
     lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
     cells = [[cell.strip() for cell in line[:4]] for line in lines]
     assert cells[2] == ["ablation_1_one_window", "diverges", "diverged", "2"]

@@ -103,9 +103,8 @@ def test_the_long_preset_has_rates_and_dropout_of_its_own(tmp_path):
     assert args.out.name == "mt_cpu_long" and args.device == "cpu"
     assert args.rates.keys() == args.systems.keys() == sweep.parse([]).systems.keys()
     assert (args.rates["talkconv_plus"], args.rates["transformer"]) == (["4e-3"], ["1e-3"])
-    assert set(map(tuple, sweep.parse(["--preset", "cpu_long", "--lr", "1,2"]).rates.values())) == {
-        ("1", "2")
-    }
+    rates = sweep.parse(["--preset", "cpu_long", "--lr", "1, 2"]).rates
+    assert set(map(tuple, rates.values())) == {("1", "2")}
     for task, preset, updates, dropout in (
         ("mt", "cpu", 1600, 0.1), ("mt", "cpu_long", 8000, 0.2),
         ("lm", "cpu", 1200, 0), ("lm", "cpu_long", 6000, 0.2),

@@ -161,7 +161,7 @@ def test_curves_are_the_log(tmp_path):
     other.epoch(200, "train", 50, 5.0)
     other.epoch(400, "train", 100, 4.0)
     b = read_log(other.write(tmp_path / "b.log"))
-    figure = curves_figure({"TaLK": [a, a], "other": b})
+    figure = curves_figure({"TaLK": [a, a], "other": [b]})
     rows = ("loss (base 2)", "perplexity", "BLEU")
     assert [axis.get_ylabel() for axis in figure.axes[::2]] == [*rows, "learning rate"]
     assert figure.axes[-1].get_xlabel() == "wall-clock, minutes"
@@ -181,7 +181,7 @@ def test_curves_are_the_log(tmp_path):
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert sorted(legend) == ["TaLK, training", "TaLK, validation", "other, training"]
     with pytest.raises(ValueError, match="^RUN: expected a log of loss, .*, got none of them$"):
-        curves_figure({"TaLK": {"train": [{"updates": 1, "seconds": 1.0}], "valid": []}})
+        curves_figure({"TaLK": [{"train": [{"updates": 1, "seconds": 1.0}], "valid": []}]})
 
 
 def two_runs(folder):
@@ -232,7 +232,7 @@ def test_epochs_subsets_and_logs_without_times(tmp_path):
     (tmp_path / "bare.log").write_text(bare)
     run = read_log(tmp_path / "bare.log")
     assert run["train"][0]["seconds"] == 11 and math.isnan(run["valid"][0]["seconds"])
-    curves_figure({"bare": run})
+    curves_figure({"bare": [run]})
 
 
 def test_plot_training_command(tmp_path, capsys):

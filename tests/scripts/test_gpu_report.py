@@ -78,6 +78,13 @@ def test_without_a_gpu(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_named_like_what_is_replaced(script, tmp_path):
+    folder = tmp_path / "my_PYTHON PREFIX"
+    folder.mkdir()
+    assert script.run_stage(script.STAGES[0].command, 10, folder / "good") == ("done", "")
+    assert (folder / "good.json").exists()
+
+
 def test_the_stages_in_turn(script, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/last.json").write_text("of an earlier report")

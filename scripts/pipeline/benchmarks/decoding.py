@@ -84,7 +84,6 @@ def main(arguments=None):
     task = models.build_task(args.sizes.vocabulary)
     facts = {"dtype": args.dtype, "sizes": vars(args.sizes)}
     report = harness.Report(args, "talkconv", **facts)
-    print(f"Measuring {args.dtype} on {report.where}; {args.sizes}.", flush=True)
     for beam, length, B in itertools.product(args.beams, args.lengths, args.batches):
         measure({"batch": B, "beam": beam, "length": length}, task, args, report)
     print(f"\nwritten: {report.path}")

@@ -91,8 +91,8 @@ def missing(stage):
 
 def run_stage(command, seconds, prefix):
     """Run a stage in its own process for at most `seconds`, and return ``(state, why)``."""
-    command = command.replace("PREFIX", shlex.quote(str(prefix)))
-    words = shlex.split(command.replace("PYTHON", shlex.quote(sys.executable)))
+    given = {"PYTHON": sys.executable, "PREFIX": str(prefix)}
+    words = [given.get(word, word) for word in shlex.split(command)]
     for old in prefix.parent.glob(f"{prefix.name}.*"):
         old.unlink()
     # Interrupted, it may still write what it has measured. All that it has started ends with it.

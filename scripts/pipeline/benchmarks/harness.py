@@ -152,11 +152,11 @@ class Report:
 
     def __init__(self, args, ours, **facts):
         self.path, self.turns, self.ours = Path(f"{args.output}.json"), args.turns, ours
-        versions = {"machine": machine(args.device), "torch": torch.__version__}
-        self.where = "{machine}, torch {torch}".format(**versions)
+        facts = {"machine": machine(args.device), "torch": torch.__version__, **facts}
+        print(f"Measuring: {title(facts)}", flush=True)
         gc.freeze()  # what is imported is no garbage, and takes long to look through
         self.cells = []
-        self.record = {**versions, **facts, "cells": self.cells}
+        self.record = {**facts, "cells": self.cells}
         try:
             write_json(self.path, self.record)
         except OSError as error:

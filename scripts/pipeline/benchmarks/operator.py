@@ -214,6 +214,7 @@ def check(dtypes, device):
                 error = ((a.double() - b).abs().max() / b.abs().max()).item()
                 if not error <= BOUNDS[name] * (4 if index else 1):
                     raise SystemExit(f"talk_conv is wrong in {name} by {error:.2g}: not measured")
+    print(f"talk_conv is right in {', '.join(dtypes)}")
 
 
 def step_by_step(case):
@@ -325,7 +326,6 @@ def main(arguments=None):
     check(args.dtypes, args.device)
     facts = dict(zip("BCH", sizes), window=WINDOW)
     report = harness.Report(args, "TaLK", sizes=facts)
-    print(f"talk_conv is right in {', '.join(args.dtypes)}. Measuring on {report.where}.")
     for T, dtype in itertools.product(args.lengths, args.dtypes):
         try:
             case = Case(T, *sizes, getattr(torch, dtype), args.device)

@@ -168,7 +168,6 @@ def main(arguments=None):
     operator.check(args.precisions, args.device)
     facts = {name: getattr(args, name) for name in ("max_tokens", "tokens", "batches")}
     report = harness.Report(args, "talkconv", sizes=vars(args.sizes), **facts)
-    print(f"Measuring on {report.where}; {args.sizes}.", flush=True)
     batches = build_batches(args)
     for precision in args.precisions:
         measure(precision, batches, args, report)

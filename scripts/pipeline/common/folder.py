@@ -18,7 +18,6 @@ class Folder:
         option: the command's option that names the folder, for messages.
 
     Attributes:
-        path: the folder.
         lock: the open lock file, once the folder is open. A process that inherits it keeps the
             folder locked for as long as it lives.
     """

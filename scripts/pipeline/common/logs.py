@@ -75,9 +75,6 @@ def _read(path):
             seconds = numbers.get("wall") or math.nan
             if now is not None:
                 seconds = clock = clocks[updates] = max(clock, base + now - began)
-            if "ppl" not in numbers and "loss" in numbers:
-                bits = numbers.get("nll_loss", numbers["loss"])
-                numbers["ppl"] = 2**bits if bits < 1000 else math.inf
             entries = curves.setdefault(tag, [])
             while entries and entries[-1]["updates"] >= updates:
                 entries.pop()  # the same once more
@@ -133,9 +130,8 @@ def generated_file(path):
 def lines_of_kind(lines, kind):
     """Return ``{sentence number: text}`` of the lines of one kind.
 
-    Args:
-        kind: "S" (source), "T" (target), "H" (hypothesis as tokens) or "D" (detokenised).
-            Of several hypotheses of a sentence the first counts, which is the best.
+    That is "S" (source), "T" (target), "H" (hypothesis as tokens) or "D" (detokenised). Of several
+    hypotheses of a sentence the first counts, which is the best.
     """
     score = r"[^\t]*\t" if kind in "HD" else ""
     found = {}
@@ -148,12 +144,8 @@ def lines_of_kind(lines, kind):
 def read_hypotheses(path, count, kind="D"):
     """Return the hypotheses in fairseq-generate's output, in the order of the test set.
 
-    Args:
-        path: the file, or the folder of ``--results-path``.
-        count: sentences of the test set.
-        kind: as for `lines_of_kind`.
-
-    Raises ValueError unless there is one for each sentence.
+    `path` is as of `generated_file`, `kind` as of `lines_of_kind`. Raises ValueError unless there
+    is one hypothesis for each of `count` sentences.
     """
     file = generated_file(path)
     found = lines_of_kind(read_lines(file), kind)

@@ -12,10 +12,7 @@ from pipeline.compare.flags import generated_tokens, search
 def measure_speeds(args, words, checkpoints):
     """Return ``{system: {"training_tokens_per_second": …, …}}`` of trained models.
 
-    Args:
-        args: of the command.
-        words: ``{system: the words after fairseq-train}``.
-        checkpoints: ``{system: its averaged checkpoint}``.
+    By system, `words` are those after fairseq-train, and `checkpoints` the averaged ones.
     """
     from pipeline.benchmarks.harness import in_turn, peak_memory, timed
 

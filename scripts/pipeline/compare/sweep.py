@@ -1,12 +1,10 @@
 """Trains TaLK, Transformer, LightConv, DynamicConv and ConvS2S on the same text, cut into the same
 pieces, with as many parameters, for the same updates on the same batches, with the same schedule
-and seeds. Only the peak learning rate is each system's own: each is trained to the end at several,
-and the best on the validation set counts; further seeds have that one. With --warmup, the warm-up
-is chosen at that rate, then the rate with that warm-up, and so on until neither changes. Where the
-best of several is the highest or the lowest, twice or half of it is tried too, up to four times.
-Averages the last checkpoints, scores the test set, and measures speed and memory of all systems in
-turn. Systems and schedules are in configs/verses/; --systems takes what you add there.
-docs/compare.md says more, and what is in the folder; docs/results.md has what was measured.
+and seeds. Only the peak learning rate is each system's own, the best on the validation set of
+several; with --warmup the warm-up is chosen too. Averages the last checkpoints, scores the test
+set, and measures speed and memory of all systems in turn. Systems and schedules are in
+configs/verses/; --systems takes what you add there. docs/compare.md says how rates and warm-ups are
+chosen, and what is in the folder; docs/results.md has what was measured.
 
   --task mt     translation: sacreBLEU with a 95% interval, and p by sacreBLEU's paired bootstrap
                 against TaLK (default)
@@ -50,8 +48,6 @@ from pipeline.compare.scores import score
 from pipeline.compare.speed import measure_speeds
 from pipeline.data.corpus import LONGEST, CorpusFolder
 
-# PyTorch and fairseq take seconds to import: what needs them does so where it runs.
-
 VOCABULARY = 4000
 WIDENED = 4  # rates, or warm-ups, that a system tries at most beyond those that are listed
 AXES = ("rate", "warmup")  # what is each system's own
@@ -65,7 +61,7 @@ def learning_rates(text):
     if text == "best":
         return text
     with contextlib.suppress(ValueError):
-        spelt = {float(rate): rate for rate in text.split(",")}
+        spelt = {float(rate): rate.strip() for rate in text.split(",")}
         if all(0 < rate < math.inf for rate in spelt):
             return list(spelt.values())
     raise argparse.ArgumentTypeError(f"expected positive numbers or best, got {text!r}")
@@ -114,12 +110,9 @@ def parse(arguments=None):
 
     device, _, kind = args.preset.partition("_")
     preset = read_systems(f"{device}_{'lm' if args.task == 'lm' else 'seq2seq'}")
-    schedules = preset["schedules"]
-    schedule = schedules.get(f"{args.task}_{kind}".strip("_"))
+    schedule = preset["schedules"].get(f"{args.task}_{kind}".strip("_"))
     if schedule is None:
-        own = [key for key in schedules if key.startswith(args.task)]
-        presets = " or ".join(device + key.removeprefix(args.task) for key in own)
-        expected = f"{presets} with --task {args.task}"
+        expected = f"{device} with --task {args.task}"
         raise BadInput(f"--preset: expected {expected}, got {args.preset}")
     args.device = "cuda" if device == "gpu" else "cpu"
     args.commands, args.training = preset["commands"], preset["training"]
@@ -179,10 +172,7 @@ def choose_systems(args, known):
 class Comparison:
     """The steps of a comparison in its folder, each done once.
 
-    Making one checks the input and makes nothing. Raises BadInput.
-
-    Args:
-        args: as `parse` returns them.
+    Making one, of what `parse` returns, checks the input and makes nothing. Raises BadInput.
 
     Attributes:
         points: ``{system: point}``, the best so far: its rate, or ``RATE_WARMUP``.

@@ -3,17 +3,10 @@
     scripts/synthetic.sh                      all of it
     scripts/synthetic.sh --tasks lag12,marker --systems talkconv_plus,dynamicconv
 
-Tokens are random; a model is scored where the task asks for something:
-
-    lagN     the token N places back
-    marker   the token after the last marker, at most 14 places back
-    reverse  the 7 tokens between the last two markers, from the last to the first
-    recall   the token that followed this one before, of 4 pairs
-
-"4x" is the same model on sequences four times as long. Accuracies are in percent, a number for each
-seed. Each system trains in each task at the rate of --lr that is best on other sequences, with the
-first seed. The systems are in configs/verses/synthetic.yaml. Writes OUTPUT.json,
-after each task of each system, and OUTPUT.md.
+docs/synthetic.md says what the tasks ask for. Each system trains in each task at the rate of --lr
+that is best on other sequences, with the first seed. Accuracies are in percent, a number for each
+seed; "4x" is the same model on sequences four times as long. The systems are in
+configs/verses/synthetic.yaml. Writes OUTPUT.json after each task of each system, and OUTPUT.md.
 """
 
 import tempfile
@@ -33,7 +26,7 @@ from pipeline.common.systems import read_systems, words
 from pipeline.common.tables import markdown
 
 WORDS, T, B = 32, 64, 16
-LONGER = 4  # times T
+LENGTHS = {"1x": T, "4x": 4 * T}
 MARKER = BLANK = WORDS  # beside the words
 IGNORED = -100  # by the loss
 UNSEEN = 1000  # more than any seed of a training; this one itself is of validation
@@ -101,7 +94,7 @@ def build(flags, seed):
     with tempfile.TemporaryDirectory() as folder:
         entries = "".join(f"{word} 1\n" for word in range(WORDS + 1))
         Path(folder, "dict.txt").write_text(entries, encoding="utf-8")
-        given = {**flags, "task": "language_modeling", "tokens-per-sample": LONGER * T}
+        given = {**flags, "task": "language_modeling", "tokens-per-sample": LENGTHS["4x"]}
         cfg, task = configure([folder, "--cpu", *words(given)])
     torch.manual_seed(seed)
     return build_model(cfg.model, task), task.source_dictionary.index("0")
@@ -150,21 +143,21 @@ def measure(flags, task, args):
     """
     at = {lr: trained(flags, task, args.steps, lr, seed=1) for lr in args.lr}
     rate = max(args.lr, key=lambda lr: accuracy(*at[lr], task, T, seed=0))
-    found = {"rate": rate, "1x": [], f"{LONGER}x": []}
+    found = {"rate": rate, **{name: [] for name in LENGTHS}}
     for seed in range(1, args.seeds + 1):
         model = at[rate] if seed == 1 else trained(flags, task, args.steps, rate, seed)
-        for name, length in (("1x", T), (f"{LONGER}x", LONGER * T)):
+        for name, length in LENGTHS.items():
             found[name].append(accuracy(*model, task, length, seed))
     return found
 
 
 def table(results, tasks):
     """Return the accuracies in Markdown: a row for each system, a column for each task."""
-    rows, lengths = [], ("1x", f"{LONGER}x")
+    rows = []
     for name, row in results.items():
-        cells = [row[task][length] for task in tasks if task in row for length in lengths]
+        cells = [row[task][length] for task in tasks for length in LENGTHS]
         rows.append([name, *(", ".join(f"{x:.0f}" for x in cell) for cell in cells)])
-    return markdown(["", *(f"{task}{end}" for task in tasks for end in ("", f", {LONGER}x"))], rows)
+    return markdown(["", *(f"{task}{end}" for task in tasks for end in ("", ", 4x"))], rows)
 
 
 def parse(arguments=None):
@@ -175,8 +168,7 @@ def parse(arguments=None):
     add("--systems", type=several(one_of(systems)), default=list(systems), help="(default: all)")
     add("--seeds", type=at_least(1), default=2, help="trainings of each (default: 2)")
     add("--steps", type=at_least(1), default=400, help="of a training (default: 400)")
-    add("--lr", type=several(at_least(0, float)), default=[3e-3, 1e-2],
-        help="peak learning rates to choose from (default: 3e-3,1e-2)")  # fmt: skip
+    add("--lr", type=several(at_least(0, float)), default=[3e-3, 1e-2], help="default: 3e-3,1e-2")
     add("--output", type=Path, default=Path("results/synthetic"), help="(default: %(default)s)")
     return parser.parse_args(arguments), systems
 
@@ -184,7 +176,6 @@ def parse(arguments=None):
 def compare(args, systems):
     """Train and score all that was asked for."""
     torch.set_num_threads(1)  # the models are so small that more cost time
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     results = {name: {} for name in args.systems}
     record = {"machine": machine("cpu"), "steps": args.steps, "lr": args.lr, "systems": results}
     runs = tqdm([(task, name) for task in args.tasks for name in args.systems])

@@ -326,8 +326,7 @@ def parse(name, arguments):
     add("--output", metavar="DIR", help=f"the folder to write (default: data-bin/{name})")
     add("--workers", type=command.at_least(1), default=cores(), metavar="N", help="processes "
         "(default: as many as there are cores)")  # fmt: skip
-    add("--other-counts", action="store_true", help="only report line counts that are not "
-        "published")  # fmt: skip
+    add("--other-counts", action="store_true", help="only report counts that are not published")
     add("--restart", action="store_true", help="remove what an earlier run left, and prepare again")
     if len(benchmark.languages) == 2:
         add("--vocabulary", type=command.at_least(1), metavar="N", help="words of a dictionary")

@@ -49,12 +49,10 @@ def curves_figure(runs):
     """Return a Figure with a row for each of TITLES that a run has, over updates and wall-clock.
 
     Args:
-        runs: ``{name: run}``, a run being as of `read_runs`, or a list of such: the same training
-            with several seeds, drawn alike.
+        runs: ``{name: [run, …]}`` as of `read_runs`; those of one name, such as seeds, look alike.
 
     Raises ValueError where no run has any of them.
     """
-    runs = {name: [run] if isinstance(run, dict) else list(run) for name, run in runs.items()}
     entries = [e for seeds in runs.values() for run in seeds for es in run.values() for e in es]
     drawn = [key for key in TITLES if any(key in entry for entry in entries)]
     if not drawn:
@@ -127,7 +125,7 @@ def main(arguments=None):
 
     def draw():
         runs = named_runs(args.runs)
-        save_figure(curves_figure(runs), args.output)
+        save_figure(curves_figure({name: [run] for name, run in runs.items()}), args.output)
         print(f"written: {args.output} of {', '.join(runs)}")
 
     return command.run("plot_training.py", draw, (OSError, ValueError))

@@ -172,7 +172,7 @@ def look_at(model, task, cut, text, target=None, names=("--text", "--target"), l
         tokens = [end, *pieces] if end_first else [*pieces, end]
         return tokens, torch.tensor([dictionary.index(token) for token in tokens])
 
-    if getattr(model, "encoder", None) is not None:
+    if hasattr(model, "encoder"):
         sides = {"encoder": (names[0], text, task.source_dictionary, False)}
         if target is not None:
             sides["decoder"] = names[1], target, task.target_dictionary, True
@@ -370,7 +370,7 @@ def draw(args):
     record, figures = {"checkpoint": str(args.checkpoint)}, {}
     if args.text is not None:
         target = args.target
-        if target is None and getattr(model, "encoder", None) is not None:
+        if target is None and hasattr(model, "encoder"):
             tokens, _ = look_at(model, task, cut, args.text, longest=LONGEST)["encoder"]
             target = translate(model, task, tokens)
         seen = look_at(model, task, cut, args.text, target, longest=LONGEST)

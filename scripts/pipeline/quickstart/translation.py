@@ -51,11 +51,8 @@ def learn(args):
 def report(generated, source, reference):
     """Show a few translations and the score, of detokenised text against the untouched reference.
 
-    Args:
-        generated: output of fairseq-generate, a file or a folder.
-        source, reference: the sentences and their translations, as plain text.
-
-    Raises ValueError unless there is a translation of each sentence.
+    `generated` is output of fairseq-generate, a file or a folder; the others are plain text. Raises
+    ValueError unless there is a translation of each sentence.
     """
     sources, references = read_lines(source), read_lines(reference)
     hypotheses = read_hypotheses(generated, len(references))

@@ -27,10 +27,8 @@ def parse(arguments):
         help=f"folder of the runs (default: checkpoints/{BENCHMARK}/ablation)")  # fmt: skip
     add("--results", type=Path, default=ROOT / "results" / BENCHMARK / "ablation.json",
         help=f"file of the scores (default: results/{BENCHMARK}/ablation.json)")  # fmt: skip
-    add("--rows", nargs="+", choices=names, default=names, metavar="ROW",
-        help=f"of {', '.join(names)}")  # fmt: skip
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="N",
-        help="(default: 1 2 3 4 5)")  # fmt: skip
+    add("--rows", nargs="+", choices=names, default=names, metavar="ROW", help=" ".join(names))
+    add("--seeds", type=int, nargs="+", default=range(1, 6), metavar="N", help="(default: 1 to 5)")
     add("--cpu", action="store_true", help="use no GPU")
     add("--dry-run", action="store_true", help="print the command of each step and stop")
     return parser.parse_intermixed_args(arguments)
@@ -63,16 +61,6 @@ def score(row, seed, args):
     return round(result["scores"]["tokenised_bleu"]["score"], 2)
 
 
-def summary(scores):
-    """Return mean and deviation of the runs that have a number, and how many diverged."""
-    numbers = [score for score in scores.values() if score != "diverged"]
-    return {
-        "mean": round(statistics.mean(numbers), 2) if numbers else None,
-        "deviation": round(statistics.stdev(numbers), 2) if len(numbers) > 1 else None,
-        "diverged": len(scores) - len(numbers),
-    }
-
-
 def other_settings(row, args):
     """Return what is not the paper's in runs of `row`: ``{"changed": {…}, "other_data": […]}``.
 
@@ -90,13 +78,15 @@ def other_settings(row, args):
 
 
 def in_words(result):
-    """Return mean and deviation of the seeds of a row."""
-    if result["mean"] is None:
+    """Return mean and deviation of the seeds of a row, and how many diverged."""
+    numbers = [score for score in result["seeds"].values() if score != "diverged"]
+    if not numbers:
         return "diverged"
-    words = f"{result['mean']:.2f}"
-    if result["deviation"] is not None:
-        words += f" +- {result['deviation']:.2f}"
-    return words + (f", {result['diverged']} diverged" if result["diverged"] else "")
+    words = f"{statistics.mean(numbers):.2f}"
+    if len(numbers) > 1:
+        words += f" +- {statistics.stdev(numbers):.2f}"
+    diverged = len(result["seeds"]) - len(numbers)
+    return words + (f", {diverged} diverged" if diverged else "")
 
 
 def table(results):
@@ -132,7 +122,7 @@ def ablate(args):
             found = score(row, seed, args)
             results = read_json(args.results, {})  # to which others may have added
             scores = results.get(row, {}).get("seeds", {}) | {str(seed): found}
-            results[row] = {"seeds": scores, **summary(scores), **others[row]}
+            results[row] = {"seeds": scores, **others[row]}
             write_json(args.results, dict(sorted(results.items())))
     print(table(results))
 

@@ -4,7 +4,6 @@ The scores, as JSON, and the hypotheses are kept in CHECKPOINTS/evaluation.
 """
 
 import html
-import json
 import logging
 import re
 import sys
@@ -122,7 +121,6 @@ def parse(arguments):
     add("--cpu", action="store_true", help="use no GPU")
     add("--output", help="where to write (default: CHECKPOINTS/evaluation)")
     add("--results", metavar="FILE", type=Path, help="append the result to this JSON list")
-    add("--json", action="store_true", help="print JSON in place of the table")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -142,7 +140,8 @@ def read_prepared(name, data):
         named = f"scripts/prepare_{benchmark}.sh" if benchmark in BENCHMARKS else "docs/recipes.md"
         raise BadInput(f"--data: expected prepared.json, see {named}, in {data}, got none")
     prepared = read_json(path)
-    if missing := {"benchmark", "lines", "checks", "source_lang", "target_lang"} - {*prepared}:
+    wanted = "benchmark lines checks source_lang target_lang tokenizer subwords lowercase"
+    if missing := {*wanted.split()} - {*prepared}:
         raise BadInput(f"--data: expected {sorted(missing)[0]} in {path}, got none")
     if prepared["benchmark"] != benchmark:
         raise BadInput(f"--data: expected {benchmark} in {data}, got {prepared['benchmark']}")
@@ -442,9 +441,5 @@ def main(arguments=None):
     # Before fairseq sets up its own logging, which prints a screenful of options.
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("fairseq.logging.progress_bar").setLevel(logging.INFO)
-
-    def body():
-        result = evaluate(args)
-        print(json.dumps(result, indent=2, ensure_ascii=False) if args.json else table(result))
-
-    return command.run("evaluate.sh", body, (BadInput, OSError, ValueError))
+    unusable = (BadInput, OSError, ValueError)
+    return command.run("evaluate.sh", lambda: print(table(evaluate(args))), unusable)

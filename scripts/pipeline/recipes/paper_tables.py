@@ -67,8 +67,10 @@ def paper(name):
 
 def measured(name, scores, folder):
     """Return ``(cell, notes)``: the last scores of the recipe as it is, and a note on others."""
-    cell, notes = NOTHING, []
-    for result in read_json(folder / f"{name}.json", []):
+    cell, notes, path = NOTHING, [], folder / f"{name}.json"
+    if not isinstance(results := read_json(path, []), list):
+        raise ValueError(f"expected a JSON list in {path}, got something else")
+    for result in results:
         others = [*result["changed"], *result["other_data"]]
         if result["split"] != "test":
             others.append(f"scored on {result['split']}")
