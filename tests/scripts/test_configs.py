@@ -129,8 +129,11 @@ cnn_dm:
   dynamicconv:   [lightconv_wmt_en_de, [0.3, 0.1, 0.1], 5, 1]
 wikitext103:
   talkconv:    [talkconv_lm_wiki103, [0.3, 0.1, 0.2, 0.1, 0.1], null, null]
-  transformer: [transformer_lm_wiki103, [0.3, 0.1, 0.1], null, null, {
-                task.tokens_per_sample: 3072, eval_lm.context_window: 2560}]
+  transformer: [transformer_lm, [0.3, 0.1, 0.1], null, null, { # transformer_lm_wiki103
+                task.tokens_per_sample: 3072, eval_lm.context_window: 2560, decoder_layers: 16,
+                decoder_embed_dim: 1024, decoder_input_dim: 1024, decoder_output_dim: 1024,
+                decoder_ffn_embed_dim: 4096, decoder_attention_heads: 8,
+                decoder_normalize_before: true, no_decoder_final_norm: true}]
   lightconv:   [lightconv_lm, [0.3, 0.1, 0.1, 0.1, 0.1], null, null, &kernels {
                 decoder_embed_dim: 1024, decoder_ffn_embed_dim: 4096, decoder_attention_heads: 16,
                 decoder_layers: 17, decoder_kernel_size_list:
@@ -311,6 +314,9 @@ def composed(name, *overrides):
         initialize_config_dir(str(CONFIGS / benchmark), version_base="1.1"),
     ):
         cfg = compose(system, overrides=["++task.data=data", *overrides])
+    # fairseq-hydra-train fills in what fairseq knows before it imports the plugin.
+    if models.ARCH_MODEL_REGISTRY[cfg.model._name].__module__.startswith("fairseq."):
+        initialize.add_defaults.__wrapped__(cfg)
     initialize.add_defaults(cfg)
     return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
 
