@@ -102,12 +102,26 @@ def resume_epoch_with_other_world_size(original, self, state_dict):
     return original(self, {**state_dict, "iterations_in_epoch": done // self.num_shards})
 
 
+@patches("fairseq.data.indexed_dataset.MMapIndexedDatasetBuilder", "finalize")
+def write_offsets_beyond_two_gibibytes(original, self, index_file):
+    """Write where sentences begin, also in a file of 2 GiB or more that was merged from parts.
+
+    Without it: ``fairseq-preprocess --workers 2`` adds up sizes in int32, which NumPy 2 does not
+    widen. Training then ends with ``offset must be non-negative``, and from 4 GiB on it silently
+    reads other sentences.
+    """
+    self._sizes = [int(size) for size in self._sizes]
+    return original(self, index_file)
+
+
 def percentile(*args, interpolation="linear", **kwargs):
     """Return ``np.percentile``, with numpy 1's name of ``method``."""
     return np.percentile(*args, method=interpolation, **kwargs)
 
 
-# Without these: ``--sample-break-mode eos`` and ``--num-batch-buckets`` fail with numpy 2.
+# Without these: ``--sample-break-mode eos``, ``--num-batch-buckets`` and ``--arch
+# nacrf_transformer`` fail with numpy 2.
 overlay("fairseq.data.data_utils", "np", percentile=percentile)
+overlay("fairseq.modules.dynamic_crf_layer", "np", float=float)
 for module in ("language_pair_dataset", "token_block_dataset"):
     overlay(f"fairseq.data.{module}", "np", compat=types.SimpleNamespace(long=np.int64))

@@ -3,6 +3,7 @@
 import argparse
 import sys
 import traceback
+from dataclasses import fields
 from pathlib import Path
 
 import fairseq.dataclass.utils
@@ -13,7 +14,7 @@ from fairseq.models import (
     MODEL_DATACLASS_REGISTRY,
     FairseqMultiModel,
 )
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 
 from talk_fairseq.compat.patching import command_module, patches, patches_command
 
@@ -37,9 +38,10 @@ def return_swish_as_function(original, activation):
 def apply_arch_defaults_in_yaml(original, cfg):
     """Apply the defaults of the arch before those of the model's dataclass.
 
-    The longest source and target are those of the task, as where flags set both. Without it:
-    ``fairseq-hydra-train`` takes the defaults of the model for those of the arch; ``_name:
-    transformer_lm_big`` silently trains the 6 layers of ``transformer_lm``.
+    The longest source and target are those of the task, as where flags set both. Raises ValueError
+    for an arch of fairseq's own whose defaults ``fairseq-hydra-train`` has lost: it fills in those
+    of the model before it imports the plugin. Without it: ``_name: transformer_lm_big`` silently
+    trains the 6 layers of ``transformer_lm``.
     """
     OmegaConf.set_struct(cfg, False)
     model = cfg.get("model")
@@ -49,6 +51,7 @@ def apply_arch_defaults_in_yaml(original, cfg):
         if model == name:
             cfg.model = {"_name": name}
         OmegaConf.set_struct(cfg.model, False)
+        refuse_lost_arch(name, cfg.model, options)
         fairseq.models.ARCH_CONFIG_REGISTRY[name](cfg.model)
         for limit in ("max_source_positions", "max_target_positions"):
             of_task = OmegaConf.select(cfg, f"task.{limit}")
@@ -57,6 +60,25 @@ def apply_arch_defaults_in_yaml(original, cfg):
         if cfg.model.get("base_shuffle") is False:  # an integer in fairseq's dataclasses
             cfg.model.base_shuffle = 0
     return original(cfg)
+
+
+_APPLIED = set()  # archs that were there before the defaults of their models
+
+
+def refuse_lost_arch(name, model, options):
+    """Raise ValueError where the defaults of the dataclass `options` stand for those of an arch."""
+    defaults, of = {o.name: o.default for o in fields(options)}, ARCH_MODEL_NAME_REGISTRY[name]
+    if of == name or not command_module("hydra_train") or defaults.keys() - model.keys():
+        _APPLIED.add(name)
+    if name in _APPLIED:
+        return
+    of_arch = argparse.Namespace()
+    fairseq.models.ARCH_CONFIG_REGISTRY[name](of_arch)
+    if lost := [k for k, v in vars(of_arch).items() if v != defaults.get(k, v) == model[k]]:
+        raise ValueError(
+            f"model._name: expected {of} and the options of {name} one by one, since "
+            f"fairseq-hydra-train has lost its {', '.join(sorted(lost))}"
+        )
 
 
 @patches("fairseq.models", "build_model")
@@ -70,10 +92,11 @@ def build_legacy_models_from_yaml(original, cfg, task, *args, **kwargs):
     model = ARCH_MODEL_REGISTRY.get(getattr(cfg, "_name", None))
     if OmegaConf.is_config(cfg) and model and getattr(model, "__dataclass", None) is None:
         of_task = getattr(task, "cfg", None) or getattr(task, "args", None)  # of an older task
+        with open_dict(cfg):  # and thus in checkpoints, whatever the task of a later command has
+            for name in ("max_source_positions", "max_target_positions", "tokens_per_sample"):
+                if name not in cfg and getattr(of_task, name, None) is not None:
+                    cfg[name] = getattr(of_task, name)
         cfg = argparse.Namespace(**OmegaConf.to_container(cfg, resolve=True))
-        for name in ("max_source_positions", "max_target_positions", "tokens_per_sample"):
-            if not hasattr(cfg, name) and getattr(of_task, name, None) is not None:
-                setattr(cfg, name, getattr(of_task, name))
         fairseq.dataclass.utils._set_legacy_defaults(cfg, model)
     return original(cfg, task, *args, **kwargs)
 

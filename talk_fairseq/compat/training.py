@@ -65,6 +65,18 @@ def allow_adaptive_loss_in_one_process(original, cls, cfg, task):
     return original(cls, cfg, task)
 
 
+@patches("fairseq.distributed.utils", "infer_init_method")
+def join_torchrun_on_one_gpu(original, cfg, *args, **kwargs):
+    """Join the processes of ``torchrun fairseq-train`` on nodes of one GPU each.
+
+    Without it: they are independent jobs that share one folder. fairseq takes the number of GPUs of
+    its node for that of processes, and looks at torchrun's variables only where there are several.
+    """
+    if torch.cuda.is_available() and "TORCHELASTIC_RUN_ID" in os.environ:
+        cfg.distributed_world_size = int(os.environ["WORLD_SIZE"])
+    return original(cfg, *args, **kwargs)
+
+
 @patches("fairseq.models", "DistributedFairseqModel")
 def require_legacy_ddp_for_layerdrop(original, args, model, *more, **kwargs):
     """Raise ValueError for ``--encoder-layerdrop`` in several processes without legacy_ddp.

@@ -15,6 +15,7 @@ from fairseq.data import (
     data_utils,
     iterators,
 )
+from fairseq.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
 from fairseq.tasks.fairseq_task import FairseqTask
 from probing import (
     breaks,
@@ -65,6 +66,21 @@ def num_batch_buckets_of_pairs_work(tmp_path):
         patch.setattr(bucket_pad_length_dataset, "get_buckets", lambda *_: np.array([3, 5]))
         pairs = LanguagePairDataset(lines, sizes, words, lines, sizes, words, num_buckets=2)
     assert pairs.bucketed_num_tokens.tolist() == [3, 5, 3]
+
+
+@breaks("AssertionError: -", since_numpy=(2, 0))
+def parts_of_two_gibibytes_are_merged(tmp_path):
+    for part in ("a", "b"):
+        with MMapIndexedDataset.Index.writer(f"{tmp_path}/{part}.idx", np.uint16) as index:
+            index.write([2**29, 2**29, 5])
+        (tmp_path / f"{part}.bin").touch()
+    builder = MMapIndexedDatasetBuilder(f"{tmp_path}/all.bin", dtype=np.uint16)
+    for part in ("a", "b"):
+        builder.merge_file_(f"{tmp_path}/{part}")
+    builder.finalize(f"{tmp_path}/all.idx")
+    index = MMapIndexedDataset.Index(f"{tmp_path}/all.idx")
+    begins = index._pointers.tolist()
+    assert begins == [0, 2**30, 2**31, 2**31 + 10, 3 * 2**30 + 10, 2**32 + 10], min(begins)
 
 
 @breaks("compat", since_numpy=(2, 0))

@@ -10,6 +10,7 @@ from fairseq import utils
 from fairseq.dataclass import initialize
 from fairseq.modules.dynamic_convolution import DynamicConv1dTBC
 from fairseq.modules.dynamic_convolution import DynamicConv_scripatable as DynamicConv
+from fairseq.modules.dynamic_crf_layer import DynamicCRF
 from omegaconf import OmegaConf
 from probing import breaks, tiny_transformer
 
@@ -36,6 +37,13 @@ def an_arch_in_yaml_is_that_arch(tmp_path):
         assert cfg.model.decoder_layers == 12, f"{cfg.model.decoder_layers} layers"
         assert cfg.model.decoder_embed_dim == (1024 if isinstance(model, str) else 64)
         assert cfg.model.dropout == 0.1  # of the model's dataclass
+
+
+@breaks("has no attribute 'float'", since_numpy=(1, 24))
+def a_dynamic_crf_has_a_loss(tmp_path):
+    crf = DynamicCRF(num_embedding=8, low_rank=2, beam_size=4)
+    found = crf(torch.randn(1, 3, 8), torch.tensor([[4, 5, 6]]), torch.ones(1, 3, dtype=torch.bool))
+    assert torch.isfinite(found).all()
 
 
 @breaks("AssertionError: other weights")

@@ -76,6 +76,24 @@ def processes_of_torchrun_find_each_other(tmp_path):
     assert cfg.distributed_no_spawn and cfg.distributed_backend == "gloo"
 
 
+@breaks("AssertionError: None")
+def processes_of_torchrun_with_a_gpu_each_find_each_other(tmp_path):
+    cfg = SimpleNamespace(
+        distributed_init_method=None, distributed_world_size=1, distributed_backend="nccl",
+        distributed_no_spawn=False, pipeline_model_parallel=False, tpu=False,
+    )  # fmt: skip
+    variables = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "1"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        for name, value in {**variables, "TORCHELASTIC_RUN_ID": "job"}.items():
+            patch.setenv(name, value)
+        distributed_utils.infer_init_method(cfg)
+    assert cfg.distributed_init_method == "env://", cfg.distributed_init_method
+    assert (cfg.distributed_world_size, cfg.distributed_rank, cfg.device_id) == (2, 1, 0)
+    assert cfg.distributed_no_spawn and cfg.distributed_backend == "nccl"
+
+
 @contextlib.contextmanager
 def one_process_of_a_group(folder):
     """Yields a function that makes a model one that is trained in several processes."""

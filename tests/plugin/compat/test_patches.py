@@ -19,7 +19,7 @@ pytest.importorskip("fairseq")
 
 import numpy as np
 import torch
-from fairseq import checkpoint_utils, options, utils
+from fairseq import checkpoint_utils, models, options, utils
 from fairseq.data import LanguagePairDataset, MonolingualDataset, data_utils
 from fairseq.dataclass import initialize
 from fairseq.dataclass.configs import EMAConfig
@@ -79,6 +79,32 @@ def test_a_command_that_runs_as_a_module_is_patched(monkeypatch):
     patching.patches_command("train", "train")(lambda original: original() + 1)
     patching.patches_command("generate_of_another_name", "main")(None)  # which does not run
     assert main.train() == 2
+
+
+def test_an_arch_whose_defaults_are_lost_is_refused(monkeypatch):
+    """As in fairseq-hydra-train, which fills in those of the model before it imports the plugin."""
+    monkeypatch.setitem(sys.modules, "fairseq_cli.hydra_train", SimpleNamespace())
+    given = {"task": {"_name": "language_modeling"}, "model": {"_name": "transformer_lm_gpt"}}
+    cfg = OmegaConf.create(given)
+    initialize.add_defaults.__wrapped__(cfg)
+    message = "model._name: expected transformer_lm and the options of .*_gpt .* lost .*_layers"
+    with pytest.raises(ValueError, match=message):
+        initialize.add_defaults(cfg)
+    cfg = OmegaConf.create(given)
+    for _ in range(2):
+        initialize.add_defaults(cfg)
+        assert cfg.model.decoder_layers == 12
+
+
+def test_a_model_of_a_yaml_keeps_its_longest_sentences():
+    """In a checkpoint, which a command with other limits of its task may read."""
+    cfg = OmegaConf.create({"_name": "fconv", "encoder_layers": "[(8, 3)]"})
+    for longest in (12, 1024):
+        limits = SimpleNamespace(max_source_positions=longest, max_target_positions=longest)
+        task = SimpleNamespace(
+            source_dictionary=dictionary(), target_dictionary=dictionary(), cfg=limits
+        )
+        assert models.build_model(cfg, task).encoder.embed_positions.num_embeddings == 12
 
 
 def test_checkpoints_are_written_asynchronously_by_fairseq(tmp_path, monkeypatch):
