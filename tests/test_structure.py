@@ -15,7 +15,7 @@ PACKAGE = [
     "__init__",
 ]
 LARGEST = 600  # lines of a file
-BOUNDS = {"README.md": 170, "scripts": 7_005, "talk_fairseq": 4_970}
+BOUNDS = {"README.md": 170, "scripts": 7_026, "talk_fairseq": 5_015}
 
 
 def tracked(*patterns):

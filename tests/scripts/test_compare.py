@@ -224,16 +224,17 @@ def test_a_rate_that_ends_in_nan_is_no_choice(played, verses, tmp_path):
     assert "talkconv diverged at 1e-3." in (out / "compare.md").read_text()
 
 
-def test_speeds_are_those_of_the_chosen_rate(played, verses, tmp_path):
+def test_speeds_are_of_the_chosen_rate_and_of_this_machine(played, verses, tmp_path):
     out = tmp_path / "run"
     assert sweep.main(arguments(verses, out)) == 0
     speeds = json.loads((out / "speeds.json").read_text())
     assert {row["rate"] for row in speeds.values()} == {"2e-3"}
-    speeds["talkconv"]["rate"] = "1e-3"
-    (out / "speeds.json").write_text(json.dumps(speeds))
-    played.ran = []
-    assert sweep.main(arguments(verses, out)) == 0
-    assert played.ran == ["measure"]
+    for key, other in (("rate", "1e-3"), ("machine", "another, 8 threads")):
+        changed = speeds | {"talkconv": speeds["talkconv"] | {key: other}}
+        (out / "speeds.json").write_text(json.dumps(changed))
+        played.ran = []
+        assert sweep.main(arguments(verses, out)) == 0
+        assert played.ran == ["measure"]
 
 
 def test_a_system_that_fails_at_every_rate(played, verses, tmp_path, capsys):
@@ -326,6 +327,7 @@ def test_a_failed_training_does_not_stop_the_others(played, verses, tmp_path, ca
     assert sweep.main(arguments(verses, out)) == 1
     printed = capsys.readouterr()
     assert "RuntimeError: no" in printed.out and "failed: talkconv (seed 1)" in printed.err
+    assert "diverged" not in (out / "compare.md").read_text()
     results = json.loads((out / "results.json").read_text())
     assert "failed" in results["systems"]["talkconv"]["error"]
     assert results["systems"]["transformer"]["score"] > 1

@@ -37,6 +37,8 @@ def test_parameters_are_within_two_percent(tmp_path, preset, task):
             model = build_model(cfg.model, task)
         counts[name] = sum(parameter.numel() for parameter in model.parameters())
     assert max(counts.values()) <= 1.02 * min(counts.values())
+    # Long windows have a peer that sees as far.
+    assert ("lightconv_wide" in counts) == ("talkconv_plus_wide" in counts)
     if preset == "cpu_small":
         assert len(counts) >= 3 and max(counts.values()) < 1.02e6
     else:
@@ -68,6 +70,7 @@ def test_parameters_are_within_two_percent(tmp_path, preset, task):
         (["--warmup", "400,1600"], "--warmup: expected less than 1600 updates, got 1600"),
         (["--warmup", "0"], "--warmup: expected at least 1, got 0"),
         (["--tokens", "512"], "--tokens: expected none without --task lm"),
+        (["--task", "lm", "--tokens", "64"], "--tokens: expected at least 65, got 64"),
         (["--task", "lm", "--tokens", "1025"], "--tokens: expected at most a batch of 1024"),
     ],
 )
@@ -246,6 +249,7 @@ def test_a_process_begins_anew_where_its_environment_does_not_suit(monkeypatch):
     assert environment["CUDA_VISIBLE_DEVICES"] == "" and CPU_ENVIRONMENT.items() <= (
         environment.items()
     )
+    assert fairseq.Commands(False).environment["CUDA_VISIBLE_DEVICES"] == "2"
     fairseq.set_environment("cuda")
     assert begun[1][2] == {**os.environ, "CUDA_VISIBLE_DEVICES": "2"}
     for name, value in environment.items():

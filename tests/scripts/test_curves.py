@@ -253,6 +253,12 @@ def test_plot_training_command(tmp_path, capsys):
     assert not (tmp_path / "curves.doc").exists()
 
 
+def test_the_folder_that_one_is_in_has_its_name(tmp_path, monkeypatch):
+    resumed().write(tmp_path / "mine" / "log.txt")
+    monkeypatch.chdir(tmp_path / "mine")
+    assert list(plot_training.named_runs(["."])) == ["mine"]
+
+
 NO_LOG = (
     "expected a log of fairseq-train in the formats simple or json, or a folder with one, got none"
 )

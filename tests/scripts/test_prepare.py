@@ -1,6 +1,5 @@
 """The prepare scripts on tiny archives in the published layouts."""
 
-import functools
 import gzip
 import json
 import os
@@ -9,9 +8,7 @@ import shutil
 import signal
 import subprocess
 import tarfile
-import threading
 import zipfile
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import archives
@@ -325,45 +322,6 @@ def test_a_killed_run_goes_on_with_the_stage_it_was_in(tmp_path, monkeypatch, ca
     assert "which holds other things" in refusal(capfd, *arguments, "--restart")
 
 
-def test_a_download_goes_on_and_is_not_repeated(tmp_path, monkeypatch):
-    served = archives.iwslt14_de_en(tmp_path / "host") / "de-en.tgz"
-    url, kept = f"file://{served}", tmp_path / "downloads"
-    path = prepare_archives.download(url, kept)
-    assert path.read_bytes() == served.read_bytes()
-
-    partial = path.with_name("de-en.tgz.partial")
-    for size in (1000, served.stat().st_size):  # stopped in the middle, and just before the end
-        path.unlink()
-        partial.write_bytes(served.read_bytes()[:size])
-        assert prepare_archives.download(url, kept) == path
-        assert path.read_bytes() == served.read_bytes()
-        assert not partial.exists()
-
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded again"))
-    assert prepare_archives.download(url, kept) == path
-
-
-def test_a_host_that_cannot_go_on_starts_over(tmp_path):
-    """And what is there is kept while the host does not have the file."""
-    served = archives.iwslt14_de_en(tmp_path / "host") / "de-en.tgz"
-    whole, away = served.read_bytes(), served.rename(tmp_path / "away.tgz")
-    handler = functools.partial(SimpleHTTPRequestHandler, directory=served.parent)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"127.0.0.1:{server.server_port}"
-        kept = tmp_path / "downloads"
-        partial = kept / address / "de-en.tgz.partial"
-        partial.parent.mkdir(parents=True)
-        partial.write_bytes(whole[:1000])
-        with pytest.raises(ValueError, match="could not be downloaded .curl: status 22"):
-            prepare_archives.download(f"http://{address}/de-en.tgz", kept)
-        assert partial.read_bytes() == whole[:1000]
-        away.rename(served)
-        path = prepare_archives.download(f"http://{address}/de-en.tgz", kept)
-        server.shutdown()
-    assert path.read_bytes() == whole
-
-
 def test_a_host_that_is_gone(tmp_path, capfd):
     gone = f"file://{tmp_path}/gone/de-en.tgz"
     kept = tmp_path / "downloads"
@@ -371,7 +329,7 @@ def test_a_host_that_is_gone(tmp_path, capfd):
         capfd, "iwslt14_de_en", "--data", gone, "--downloads", kept, "--output", tmp_path / "out"
     )
     assert message.startswith(f"prepare_iwslt14_de_en.sh: {gone}: could not be downloaded")
-    assert not [path for path in kept.rglob("*") if path.is_file()]
+    assert [path.name for path in kept.rglob("*") if path.is_file()] == ["lock"]
     assert not (tmp_path / "out").exists()
 
 
@@ -448,6 +406,14 @@ def test_what_data_lacks_is_downloaded(tmp_path, monkeypatch, capfd):
     archives.archive(host / "wikitext-103-v1.zip", {"wiki.valid.tokens": "of another release\n"})
     message = refusal(capfd, *arguments, "--other-counts", "--restart")
     assert "missing wiki.test.tokens; give --data" in message
+
+
+def test_data_that_was_wrong_may_be_put_right(tmp_path, capfd):
+    archives.wikitext103(tmp_path / "right")
+    (tmp_path / "wrong").mkdir()
+    arguments = ["wikitext103", "--output", tmp_path / "out", "--other-counts", "--data"]
+    assert "missing wiki.train.tokens" in refusal(capfd, *arguments, tmp_path / "wrong")
+    assert prepare(*arguments, tmp_path / "right") == 0
 
 
 def test_an_archive_that_is_replaced_is_read_anew(tmp_path):

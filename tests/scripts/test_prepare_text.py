@@ -193,6 +193,14 @@ def test_pieces_are_learnt_of_the_training_text_of_both_languages(tmp_path):
     assert (tmp_path / "out/pieces/test.en").read_text() != "\u2581hvxk\n" * 99
 
 
+def test_pieces_are_learnt_of_long_lines(tmp_path):
+    """Of paragraphs and documents, which SentencePiece leaves out by default."""
+    corpus = {"train.en": [" ".join(["abcd"] * 1000), *["x"] * 9]}
+    corpus |= {"valid.en": ["x"], "test.en": ["abcd"]}
+    corpora.prepare(corpus, ["en"], 24, tmp_path / "out")
+    assert (tmp_path / "out/pieces/test.en").read_text() == "\u2581abcd\n"
+
+
 WMT = {"longest": 250, "ratio": 1.5, "clean": "pieces", "straight": True}
 
 

@@ -135,6 +135,15 @@ def session(verses, out, *options):
     return translation.Session(args, ["es", "en"], translation.NAME)
 
 
+def test_a_folder_has_one_name(tmp_path, monkeypatch):
+    """So that a run that was begun without options goes on with them."""
+    parse = translation.options("quickstart", "").parse_args
+    monkeypatch.chdir(ROOT / "docs")
+    given = parse(["--out", "../quickstart", "--data", str(ROOT / "data/bible-es-en")])
+    assert given == parse([])
+    assert parse(["--out", str(tmp_path)]).out == tmp_path
+
+
 def test_a_training_by_the_clock_has_two_legs(verses, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)  # and back: it goes there
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)

@@ -56,6 +56,15 @@ def test_a_command_that_cannot_be_used(words, capsys):
     assert stop.value.code == 2 and "expected" in capsys.readouterr().err
 
 
+def test_a_run_that_does_not_go_on_does_not_say_so(tmp_path, capsys, monkeypatch):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(synthetic, "measure", stopped)
+    assert synthetic.main(["--output", str(tmp_path / "synthetic")]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "synthetic.sh: interrupted"
+
+
 def test_no_training_sees_what_is_scored(monkeypatch):
     """Sequences are other ones, in training, in validation and for each seed of a score."""
     drawn = []

@@ -21,6 +21,7 @@ from fairseq import checkpoint_utils, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 
+from pipeline.data.text import learn_pieces
 from pipeline.plots import windows as plot_windows
 from talk_fairseq import talk_conv_reference
 
@@ -327,6 +328,13 @@ def test_a_translation_of_unknown_words(checkpoints, data, load):
     unknown = torch.tensor([task.target_dictionary.unk()])
     tokens, layers = plot_windows.look_at(model, task, str.split, TEXT, unknown)["decoder"]
     assert tokens == ["</s>", "<unk>"] and layers
+
+
+def test_text_is_cut_as_a_corpus_is(tmp_path):
+    """Whose words have one space between."""
+    learn_pieces(["hello wide world"] * 20, 40, tmp_path / "model", character_coverage=1.0)
+    cut = plot_windows.cutter(tmp_path / "model")
+    assert cut("hello\u00a0wide\tworld\r") == cut("hello wide world")
 
 
 def test_pieces_are_labelled_as_words():

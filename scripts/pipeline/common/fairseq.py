@@ -28,14 +28,18 @@ CPU_ENVIRONMENT = {
 TAIL = 15  # lines of a log that an error shows
 
 
+def first_gpu():
+    """Return the number of one GPU, as text."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+
+
 def set_environment(device):
     """Restart this process in the environment that suits the device, unless it is in it.
 
     For programs that compute themselves: some of CPU_ENVIRONMENT counts only when a process begins.
     On the device "cuda" one GPU is left, as fairseq takes every one that it sees.
     """
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    wanted = {"CUDA_VISIBLE_DEVICES": first if device == "cuda" else ""}
+    wanted = {"CUDA_VISIBLE_DEVICES": first_gpu() if device == "cuda" else ""}
     wanted |= CPU_ENVIRONMENT if device == "cpu" else {}
     if os.environ | wanted != os.environ:
         os.execve(sys.executable, sys.orig_argv, os.environ | wanted)
@@ -45,7 +49,7 @@ class Commands:
     """Runs commands of this environment, several at a time, and stops them together.
 
     Args:
-        on_cpu: run them with CPU_ENVIRONMENT.
+        on_cpu: run them with CPU_ENVIRONMENT; else with one GPU.
         threads: OpenMP threads of each, unless ``OMP_NUM_THREADS`` is set (None: all cores).
         lock: an open file that each command inherits, so that a folder stays locked while one of
             them lives.
@@ -53,8 +57,7 @@ class Commands:
 
     def __init__(self, on_cpu, threads=None, lock=None):
         self.environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
-        if on_cpu:
-            self.environment |= CPU_ENVIRONMENT
+        self.environment |= CPU_ENVIRONMENT if on_cpu else {"CUDA_VISIBLE_DEVICES": first_gpu()}
         programs = Path(sys.executable).parent  # `python` and fairseq's commands by their names
         self.environment["PATH"] = f"{programs}{os.pathsep}{os.environ['PATH']}"
         if threads:

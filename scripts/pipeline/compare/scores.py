@@ -14,6 +14,7 @@ from pipeline.common.files import read_lines
 from pipeline.common.logs import read_hypotheses
 
 SCORES = {"mt": "bleu", "lm": "perplexity_per_token", "summ": "rouge_l"}  # that a system's is
+TOKENIZERS = {"zh": "zh", "ja": "char"}  # of BLEU, where no spaces are between words
 LEADS = (*range(3, 31), 40, 50, 75, 100)  # words that a lead baseline may have
 
 
@@ -50,7 +51,7 @@ def score_translations(results, corpus, languages, folder_of):
             (name, read_hypotheses(folder_of(name, seed) / "generated", len(references)))
             for name in names
         ]
-        bleu = BLEU(references=[references])
+        bleu = BLEU(references=[references], tokenize=TOKENIZERS.get(languages[1]))
         signatures, scores = PairedTest(named, {"BLEU": bleu}, None, test_type="bs")()
         results["signature"] = str(signatures["BLEU"])
         tested = names[0] == reference and len(names) > 1

@@ -12,7 +12,8 @@ chosen, and what is in the folder; docs/results.md has what was measured.
   --task summ   summaries: ROUGE, beside that of the first words of the source; needs --data, with
                 {train,valid,test}.{source,target}
 
-Run it again to go on where it stopped; add --systems or --seeds to the same folder to compare more.
+Run it again to go on where it stopped; with more --seeds or --systems, beside the earlier ones, it
+adds these to the folder. The table has the systems that are named.
 """
 
 import argparse
@@ -93,12 +94,12 @@ def parse(arguments=None):
         help="runs of each system, with seeds 1 to N (default: 1; cpu_small, gpu: 3)")  # fmt: skip
     add("--updates", type=at_least(1), metavar="N",
         help="of each run (default: 1,600; lm: 1,200; summ: 2,000; cpu_long: 8,000, lm 6,000; "
-        "gpu lm: 2,500)")  # fmt: skip
-    add("--tokens", type=at_least(1), metavar="N",
+        "gpu: 1,600, lm 2,500)")  # fmt: skip
+    add("--tokens", type=at_least(65), metavar="N",  # it continues 64
         help="of the blocks that a language model sees (default: 256; gpu: 512)")  # fmt: skip
     add("--lr", type=learning_rates, metavar="A,B",
         help="peak learning rates to try (default: the preset's); best: each system's best one "
-        "in docs/results.md")  # fmt: skip
+        "of those that were tried")  # fmt: skip
     add("--warmup", type=several(at_least(1)), metavar="A,B", default=[],
         help="updates of the warm-up to try, beside the preset's (default: none)")  # fmt: skip
     add("--jobs", type=at_least(1), metavar="N", help="trainings side by side (default: one per "
@@ -343,7 +344,8 @@ class Comparison:
             for name, seed, point in runs:
                 there = (self.run_folder(name, seed, point) / "averaged.pt").exists()
                 loss = self.validation(name, seed, point)[-1]["loss"] if there else math.nan
-                self.losses[name][point] = loss if math.isfinite(loss) else None
+                if there or (name, seed) not in self.failures:  # else it did not diverge
+                    self.losses[name][point] = loss if math.isfinite(loss) else None
             beyond = {name: self.settle(name, axis) for name in waiting}
             waiting = {name: [value] for name, value in beyond.items() if value}
             self.steps += len(waiting)
@@ -420,16 +422,16 @@ class Comparison:
         for name, seed in self.runs():
             if self.is_trained(name, seed):
                 checkpoints.setdefault(name, self.run_folder(name, seed) / "averaged.pt")
-        points = {name: self.points[name] for name in checkpoints}
-        rows = read_json(path, {})
-        there = {name: (len(row["training"]["turns"]), row["rate"]) for name, row in rows.items()}
-        if there != {name: (self.args.turns, point) for name, point in points.items()}:
+        at = {"turns": self.args.turns, "machine": machine(self.args.device)}
+        facts = {name: {"rate": self.points[name], **at} for name in checkpoints}
+        there = read_json(path, {}).items()
+        if {name: {key: row.get(key) for key in ("rate", *at)} for name, row in there} != facts:
             remove(path)  # ratios are of one measurement
 
         def make(partial):
-            words = {name: self.words(name, point) for name, point in points.items()}
+            words = {name: self.words(name, self.points[name]) for name in checkpoints}
             rows = measure_speeds(self.args, words, checkpoints)
-            write_json(partial, {name: {**row, "rate": points[name]} for name, row in rows.items()})
+            write_json(partial, {name: row | facts[name] for name, row in rows.items()})
 
         if not checkpoints:
             return {}

@@ -1,5 +1,6 @@
 """Files of a data set: downloaded, found in folders, or unpacked from archives."""
 
+import fcntl
 import filecmp
 import gzip
 import lzma
@@ -24,14 +25,21 @@ DAMAGED += (lzma.LZMAError, RuntimeError)  # the last of what zipfile cannot unp
 def download(url, folder):
     """Return the path of `url` under `folder`; fetch it with curl if it is not there yet.
 
-    It has its name once it is whole: a download that was cut short goes on where it stopped.
-    Raises ValueError if the host does not send it.
+    It has its name once it is whole: a download that was cut short goes on where it stopped. One
+    run at a time downloads into a folder. Raises ValueError if the host does not send it.
     """
     address = urlparse(url)
     path = folder / (address.netloc or "local") / address.path.lstrip("/")
-    if path.exists():
-        return path
     path.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            fetch(url, path)
+    return path
+
+
+def fetch(url, path):
+    """Download `url` to `path`, as of `download`."""
     partial = path.with_name(path.name + ".partial")
     print(f"downloading {url}", file=sys.stderr, flush=True)
     verbosity = ["--progress-bar"] if sys.stderr.isatty() else ["--silent", "--show-error"]
@@ -45,7 +53,6 @@ def download(url, folder):
     if done.returncode:
         raise ValueError(f"{url}: could not be downloaded (curl: status {done.returncode})")
     partial.rename(path)
-    return path
 
 
 def gather(wanted, locations, archives, folder):

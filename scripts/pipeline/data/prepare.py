@@ -186,7 +186,6 @@ def write_pieces(prep):
         max_sentencepiece_length=100,
         input_sentence_size=benchmark.learn_from,
         shuffle_input_sentence=True,
-        max_sentence_length=1_000_000,  # bytes; longer lines are not learnt from
     )
     encode = functools.partial(text.encode_pairs, model=model)
     for split in prep.prepared["lines"]:
@@ -303,7 +302,10 @@ def prepare(prep):
         print(f"{output} is ready; {again}")
         return
     with closing(Folder(prep.folder.parent, "preparation", ["made"], "--output")) as folder:
-        folder.open(prep.prepared["settings"], restart)
+        settings = prep.prepared["settings"]
+        fits = read_json(folder.settings, settings) == settings
+        begun = (prep.folder / "prepared.json").exists()  # a stage is done, of these settings
+        folder.open(settings, restart or not (fits or begun))
         go_on(prep)
         remove(output)
         prep.folder.rename(output)

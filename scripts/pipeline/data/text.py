@@ -147,6 +147,7 @@ def learn_pieces(lines, size, path, **options):
                 hard_vocab_limit=False,
                 normalization_rule_name="identity",  # the references are not normalised either
                 minloglevel=2,
+                max_sentence_length=1_000_000,  # bytes; longer lines are not learnt from
                 **options,
             )
         except RuntimeError as error:  # for one, fewer pieces than the text has characters

@@ -103,7 +103,7 @@ def named_runs(arguments):
         name, given, path = argument.partition("=")
         if not given or Path(argument).exists():
             path = Path(argument)
-            name = path.name if path.is_dir() else path.stem
+            name = path.absolute().name if path.is_dir() else path.stem
             if path.name in ("log.txt", "train.log", "hydra_train.log"):
                 name = path.absolute().parent.name
         found = read_runs(path)

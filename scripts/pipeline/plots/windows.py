@@ -144,7 +144,7 @@ def cutter(path=None):
         processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (RuntimeError, OSError):
         raise ValueError(f"--sentencepiece: expected a SentencePiece model, got {path}") from None
-    return partial(processor.encode, out_type=str)
+    return lambda text: processor.encode(" ".join(text.split()), out_type=str)
 
 
 def look_at(model, task, cut, text, target=None, names=("--text", "--target"), longest=math.inf):

@@ -24,6 +24,12 @@ LEAST = 20  # seconds of a training by the clock
 KEPT_BACK = 90  # seconds, to load fairseq several times and for what comes after training
 
 
+def place(text):
+    """Return a path as commands name it, which run in the project's root."""
+    path = Path(os.path.abspath(text))
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+
+
 def options(name, description):
     """Return a parser of ``scripts/NAME.sh`` with the options that both quick starts have."""
     parse = parser(f"{name}.sh", description)
@@ -33,9 +39,9 @@ def options(name, description):
         help="time for all of it after set-up (default: 9)")  # fmt: skip
     add("--updates", metavar="N", type=at_least(1), help="train each model for N updates, however "
         "long they take, instead of by the clock")  # fmt: skip
-    add("--out", metavar="DIR", type=os.path.abspath, default=Path(name),
+    add("--out", metavar="DIR", type=place, default=Path(name),
         help=f"folder for all that it makes (default: {name}, in the project's root)")  # fmt: skip
-    add("--data", metavar="DIR", type=os.path.abspath, default=Path("data/bible-es-en"),
+    add("--data", metavar="DIR", type=place, default=Path("data/bible-es-en"),
         help="another corpus: {train,valid,test}.LANG, one sentence a line, also with .gz "
         "(default: data/bible-es-en)")  # fmt: skip
     add("--cpu", action="store_true", help="do not use a GPU")

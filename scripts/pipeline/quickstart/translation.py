@@ -10,6 +10,7 @@ from pipeline.common.fairseq import generation, last_checkpoints
 from pipeline.common.files import read_lines
 from pipeline.common.folder import show
 from pipeline.common.logs import read_hypotheses
+from pipeline.compare.scores import TOKENIZERS
 from pipeline.quickstart.session import Session, options
 
 NAME = "quickstart"
@@ -62,7 +63,7 @@ def report(generated, source, reference):
         show(f"source      {sources[number]}")
         show(f"reference   {references[number]}")
         show(f"translation {hypotheses[number]}\n")
-    bleu = BLEU()
+    bleu = BLEU(tokenize=TOKENIZERS.get(reference.name.partition(".")[2]))
     score = bleu.corpus_score(hypotheses, [references])
     show(f"sacreBLEU {score.score:.2f} on {len(references):,} sentences ({bleu.get_signature()})")
 
