@@ -170,7 +170,7 @@ class TaLKConv(_RetainsDropout):
         :class:`TaLKConvState` of constant size, which is changed in place. Only for a causal
         module, else ValueError. With another divisor than the layer's largest window, 16-bit types
         are rounded twice, not once as in `forward`: this keeps the state small. Begin a new state
-        where dropout is switched on: it makes offsets larger than an old one may remember.
+        when dropout is switched on: it makes offsets larger, perhaps beyond the old state's reach.
         """
         if self.max_right:
             raise ValueError(f"step: expected a causal module, got max_right = {self.max_right}")

@@ -62,7 +62,7 @@ def apply_arch_defaults_in_yaml(original, cfg):
     return original(cfg)
 
 
-_APPLIED = set()  # archs that were there before the defaults of their models
+_APPLIED = set()  # archs whose defaults have been applied in this process
 
 
 def refuse_lost_arch(name, model, options):
@@ -92,7 +92,7 @@ def build_legacy_models_from_yaml(original, cfg, task, *args, **kwargs):
     model = ARCH_MODEL_REGISTRY.get(getattr(cfg, "_name", None))
     if OmegaConf.is_config(cfg) and model and getattr(model, "__dataclass", None) is None:
         of_task = getattr(task, "cfg", None) or getattr(task, "args", None)  # of an older task
-        with open_dict(cfg):  # and thus in checkpoints, whatever the task of a later command has
+        with open_dict(cfg):  # and so in checkpoints: the task of a later command may differ
             for name in ("max_source_positions", "max_target_positions", "tokens_per_sample"):
                 if name not in cfg and getattr(of_task, name, None) is not None:
                     cfg[name] = getattr(of_task, name)

@@ -67,7 +67,7 @@ class FusedAdam(torch.optim.Optimizer):
     def _update(self, params, step, group):
         means = [self.state[p]["exp_avg"] for p in params]
         squares = [self.state[p]["exp_avg_sq"] for p in params]
-        # The fused kernel takes all memory for contiguous, on a CPU without a look at strides.
+        # The fused kernel needs contiguous memory; on a CPU it reads any other wrongly, unchecked.
         wide = [p.to(mean.dtype).contiguous() for p, mean in zip(params, means)]
         gradients = [p.grad.to(mean.dtype).contiguous() for p, mean in zip(params, means)]
         steps = [torch.tensor(float(step), device=params[0].device)] * len(params)

@@ -2,9 +2,11 @@
 
 import fcntl
 import functools
+import os
 import subprocess
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import archives
 import pytest
@@ -27,7 +29,21 @@ def test_a_download_goes_on_and_is_not_repeated(tmp_path, monkeypatch):
         assert not partial.exists()
 
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded again"))
+    monkeypatch.setattr(fcntl, "flock", lambda *_: pytest.fail("waited for other downloads"))
     assert download(url, kept) == path
+
+
+def test_a_curl_that_outlives_its_run_keeps_the_lock(tmp_path, monkeypatch):
+    held = []
+
+    def run(command, pass_fds, **_):
+        held.extend(os.fstat(number).st_ino for number in pass_fds)
+        return SimpleNamespace(returncode=22, stdout="404")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(ValueError, match="could not be downloaded"):
+        download("http://host/a.tgz", tmp_path)
+    assert held == [(tmp_path / "lock").stat().st_ino]
 
 
 def test_two_runs_do_not_download_at_once(tmp_path, monkeypatch):
@@ -41,7 +57,7 @@ def test_two_runs_do_not_download_at_once(tmp_path, monkeypatch):
         url = "http://host/a.tgz"
         second = threading.Thread(target=lambda: found.append(download(url, kept)), daemon=True)
         second.start()
-        second.join(0.2)
+        second.join(0.5)
         assert not found
         path.write_bytes(b"whole")
     second.join(30)

@@ -29,7 +29,7 @@ TAIL = 15  # lines of a log that an error shows
 
 
 def first_gpu():
-    """Return the number of one GPU, as text."""
+    """Return the first GPU that this process may use, as CUDA_VISIBLE_DEVICES names it."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
 
 

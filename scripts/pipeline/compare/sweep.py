@@ -1,8 +1,8 @@
 """Trains TaLK, Transformer, LightConv, DynamicConv and ConvS2S on the same text, cut into the same
 pieces, with as many parameters, for the same updates on the same batches, with the same schedule
-and seeds. Only the peak learning rate is each system's own, the best on the validation set of
-several; with --warmup the warm-up is chosen too. Averages the last checkpoints, scores the test
-set, and measures speed and memory of all systems in turn. Systems and schedules are in
+and seeds. Only the peak learning rate is each system's own, the best of several on the
+validation set; with --warmup the warm-up is chosen too. Averages the last checkpoints, scores the
+test set, and measures speed and memory of all systems in turn. Systems and schedules are in
 configs/verses/; --systems takes what you add there. docs/compare.md says how rates and warm-ups are
 chosen, and what is in the folder; docs/results.md has what was measured.
 
@@ -12,8 +12,8 @@ chosen, and what is in the folder; docs/results.md has what was measured.
   --task summ   summaries: ROUGE, beside that of the first words of the source; needs --data, with
                 {train,valid,test}.{source,target}
 
-Run it again to go on where it stopped; with more --seeds or --systems, beside the earlier ones, it
-adds these to the folder. The table has the systems that are named.
+Run it again to go on where it stopped. More --seeds and other --systems are added to the folder;
+the table has the systems that --systems names.
 """
 
 import argparse
@@ -95,11 +95,11 @@ def parse(arguments=None):
     add("--updates", type=at_least(1), metavar="N",
         help="of each run (default: 1,600; lm: 1,200; summ: 2,000; cpu_long: 8,000, lm 6,000; "
         "gpu: 1,600, lm 2,500)")  # fmt: skip
-    add("--tokens", type=at_least(65), metavar="N",  # it continues 64
+    add("--tokens", type=at_least(65), metavar="N",  # speed is of 64 tokens
         help="of the blocks that a language model sees (default: 256; gpu: 512)")  # fmt: skip
     add("--lr", type=learning_rates, metavar="A,B",
         help="peak learning rates to try (default: the preset's); best: each system's best one "
-        "of those that were tried")  # fmt: skip
+        "in configs/verses/")  # fmt: skip
     add("--warmup", type=several(at_least(1)), metavar="A,B", default=[],
         help="updates of the warm-up to try, beside the preset's (default: none)")  # fmt: skip
     add("--jobs", type=at_least(1), metavar="N", help="trainings side by side (default: one per "
@@ -344,7 +344,7 @@ class Comparison:
             for name, seed, point in runs:
                 there = (self.run_folder(name, seed, point) / "averaged.pt").exists()
                 loss = self.validation(name, seed, point)[-1]["loss"] if there else math.nan
-                if there or (name, seed) not in self.failures:  # else it did not diverge
+                if there or (name, seed) not in self.failures:  # a failure is not divergence
                     self.losses[name][point] = loss if math.isfinite(loss) else None
             beyond = {name: self.settle(name, axis) for name in waiting}
             waiting = {name: [value] for name, value in beyond.items() if value}

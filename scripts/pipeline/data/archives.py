@@ -30,26 +30,32 @@ def download(url, folder):
     """
     address = urlparse(url)
     path = folder / (address.netloc or "local") / address.path.lstrip("/")
+    if path.exists():  # perhaps in a folder that cannot be written
+        return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            fetch(url, path)
+            fetch(url, path, lock)
     return path
 
 
-def fetch(url, path):
-    """Download `url` to `path`, as of `download`."""
+def fetch(url, path, lock):
+    """Download `url` to `path` with curl, which holds the `lock` too, as it may outlive this run.
+
+    Raises ValueError if the host does not send it.
+    """
     partial = path.with_name(path.name + ".partial")
     print(f"downloading {url}", file=sys.stderr, flush=True)
     verbosity = ["--progress-bar"] if sys.stderr.isatty() else ["--silent", "--show-error"]
     command = ["curl", "--fail", "--location", "--retry", "3", *verbosity]
     command += ["--continue-at", "-", "--write-out", "%{response_code}", "--output", partial, url]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    options = {"stdout": subprocess.PIPE, "text": True, "pass_fds": [lock.fileno()]}
+    done = subprocess.run(command, **options)
     cannot_go_on = done.returncode in (33, 36) or done.stdout.endswith("416")
     if cannot_go_on and partial.exists():
         partial.unlink()
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(command, **options)
     if done.returncode:
         raise ValueError(f"{url}: could not be downloaded (curl: status {done.returncode})")
     partial.rename(path)

@@ -304,7 +304,7 @@ def prepare(prep):
     with closing(Folder(prep.folder.parent, "preparation", ["made"], "--output")) as folder:
         settings = prep.prepared["settings"]
         fits = read_json(folder.settings, settings) == settings
-        begun = (prep.folder / "prepared.json").exists()  # a stage is done, of these settings
+        begun = (prep.folder / "prepared.json").exists()  # a stage of those settings is done
         folder.open(settings, restart or not (fits or begun))
         go_on(prep)
         remove(output)
@@ -328,7 +328,7 @@ def parse(name, arguments):
     add("--output", metavar="DIR", help=f"the folder to write (default: data-bin/{name})")
     add("--workers", type=command.at_least(1), default=cores(), metavar="N", help="processes "
         "(default: as many as there are cores)")  # fmt: skip
-    add("--other-counts", action="store_true", help="only report counts that are not published")
+    add("--other-counts", action="store_true", help="warn of counts that are not as published")
     add("--restart", action="store_true", help="remove what an earlier run left, and prepare again")
     if len(benchmark.languages) == 2:
         add("--vocabulary", type=command.at_least(1), metavar="N", help="words of a dictionary")

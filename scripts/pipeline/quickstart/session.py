@@ -25,7 +25,7 @@ KEPT_BACK = 90  # seconds, to load fairseq several times and for what comes afte
 
 
 def place(text):
-    """Return a path as commands name it, which run in the project's root."""
+    """Return a path as commands in the project's root name it: relative to it, if inside."""
     path = Path(os.path.abspath(text))
     return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 

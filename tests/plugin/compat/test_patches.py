@@ -84,6 +84,7 @@ def test_a_command_that_runs_as_a_module_is_patched(monkeypatch):
 def test_an_arch_whose_defaults_are_lost_is_refused(monkeypatch):
     """As in fairseq-hydra-train, which fills in those of the model before it imports the plugin."""
     monkeypatch.setitem(sys.modules, "fairseq_cli.hydra_train", SimpleNamespace())
+    monkeypatch.setattr("talk_fairseq.compat.models._APPLIED", set())
     given = {"task": {"_name": "language_modeling"}, "model": {"_name": "transformer_lm_gpt"}}
     cfg = OmegaConf.create(given)
     initialize.add_defaults.__wrapped__(cfg)
