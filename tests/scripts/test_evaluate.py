@@ -29,12 +29,9 @@ EN_DE = "wmt16_en_de/talkconv"
 def run(capfd, *arguments):
     """``(status, result or None, the last line of the errors)`` of the command."""
     capfd.readouterr()
-    words = [*map(str, arguments), "--cpu"]
-    status, result = evaluate.main(words), None
+    status, result = evaluate.main([*map(str, arguments), "--cpu"]), None
     if status == 0:
-        args = evaluate.parse(words)
-        folder = Path(args.output or Path(args.checkpoints) / "evaluation")
-        result = json.loads((folder / "scores.json").read_text())
+        result = json.loads((evaluation(*arguments).output / "scores.json").read_text())
     return status, result, (capfd.readouterr().err.splitlines() or [""])[-1]
 
 
