@@ -11,7 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from talk_fairseq.ops.short_conv import short_conv, short_conv_update
-from talk_fairseq.ops.state import ShortConvState, TaLKConvState, compute_dtype, reorder_rings
+from talk_fairseq.ops.state import (
+    ShortConvState,
+    TaLKConvState,
+    compute_dtype,
+    reorder_rings,
+    whole_tokens,
+)
 from talk_fairseq.ops.talk_conv import talk_conv, talk_conv_update_unchecked
 
 
@@ -104,14 +110,12 @@ class TaLKConv(_RetainsDropout):
         super().__init__()
         if heads < 1 or channels < 1 or channels % heads:
             raise ValueError(f"heads: expected a divisor of channels = {channels}, got {heads}")
-        for name, size in (("max_left", max_left), ("max_right", max_right)):
-            if not 0 <= size < math.inf or int(size) != size:
-                raise ValueError(f"{name}: expected a whole number of tokens >= 0, got {size}")
+        self.max_left = whole_tokens("max_left", max_left)
+        self.max_right = whole_tokens("max_right", max_right)
         _check_probability("offset_dropout", offset_dropout)
         if root_normalize and not normalize:
             raise ValueError("root_normalize: expected False without normalize, got True")
         self.channels, self.heads = channels, heads
-        self.max_left, self.max_right = int(max_left), int(max_right)
         self.offset_dropout, self.normalize = offset_dropout, normalize
         self.root_normalize = root_normalize
         sides = [self.max_left] if max_right == 0 else [self.max_left, self.max_right]
@@ -221,9 +225,7 @@ class ShortConv(nn.Module):
 
     def __init__(self, channels, K, causal):
         super().__init__()
-        if not 1 <= K < math.inf or int(K) != K:
-            raise ValueError(f"short_kernel: expected a whole number of tokens >= 1, got {K}")
-        K = int(K)
+        K = whole_tokens("short_kernel", K, least=1)
         self.left = K - 1 if causal else K // 2
         self.right = K - 1 - self.left
         self.weight = nn.Parameter(torch.empty(K, channels))

@@ -1,7 +1,5 @@
 """Patches of training without a GPU, in one process or several."""
 
-import os
-
 import fairseq.distributed.utils
 import torch
 
@@ -62,25 +60,6 @@ def clip_gradients_without_scaler(original, self, max_norm, aggregate_norm_fn=No
     if not torch.isfinite(norm).all():
         raise FloatingPointError("gradients are Nan/Inf")
     return norm
-
-
-@patches("fairseq.distributed.utils", "infer_init_method")
-def join_torchrun_on_cpu(original, cfg, *args, **kwargs):
-    """Join the processes of ``torchrun fairseq-train`` without a GPU, with the gloo backend.
-
-    Without it: they are independent jobs that share one folder. fairseq takes the number of GPUs,
-    at least 1, for the number of processes, and never looks at torchrun's variables.
-    """
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    started = processes > 1 and "MASTER_ADDR" in os.environ
-    if torch.cuda.is_available() or not started or cfg.distributed_init_method is not None:
-        return original(cfg, *args, **kwargs)
-    cfg.distributed_init_method = "env://"
-    cfg.distributed_world_size = processes
-    cfg.distributed_rank = int(os.environ["RANK"])
-    cfg.distributed_backend = "gloo"
-    cfg.distributed_no_spawn = True
-    cfg.device_id = 0
 
 
 @patches("fairseq.models.distributed_fairseq_model", "DistributedDataParallel")

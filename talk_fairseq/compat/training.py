@@ -66,15 +66,27 @@ def allow_adaptive_loss_in_one_process(original, cls, cfg, task):
 
 
 @patches("fairseq.distributed.utils", "infer_init_method")
-def join_torchrun_on_one_gpu(original, cfg, *args, **kwargs):
-    """Join the processes of ``torchrun fairseq-train`` on nodes of one GPU each.
+def join_torchrun(original, cfg, *args, **kwargs):
+    """Join the processes of ``torchrun fairseq-train`` without a GPU, or with one on each node.
 
-    Without it: they are independent jobs that share one folder. fairseq takes the number of GPUs of
-    its node for that of processes, and looks at torchrun's variables only where there are several.
+    Without a GPU, the backend is gloo. Without it: they are independent jobs that share one folder.
+    fairseq takes the number of GPUs of its node, at least 1, for that of processes, and looks at
+    torchrun's variables only where there are several.
     """
-    if torch.cuda.is_available() and "TORCHELASTIC_RUN_ID" in os.environ:
-        cfg.distributed_world_size = int(os.environ["WORLD_SIZE"])
-    return original(cfg, *args, **kwargs)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if torch.cuda.is_available():
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            cfg.distributed_world_size = processes
+        return original(cfg, *args, **kwargs)
+    started = processes > 1 and "MASTER_ADDR" in os.environ
+    if not started or cfg.distributed_init_method is not None:
+        return original(cfg, *args, **kwargs)
+    cfg.distributed_init_method = "env://"
+    cfg.distributed_world_size = processes
+    cfg.distributed_rank = int(os.environ["RANK"])
+    cfg.distributed_backend = "gloo"
+    cfg.distributed_no_spawn = True
+    cfg.device_id = 0
 
 
 @patches("fairseq.models", "DistributedFairseqModel")

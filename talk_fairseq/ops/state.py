@@ -15,6 +15,13 @@ def sums_dtype(dtype, device):
     return torch.float32 if dtype.itemsize == 2 or device.type == "mps" else torch.float64
 
 
+def whole_tokens(name, number, least=0):
+    """Return a number of tokens as an int. Raises ValueError unless it is whole, and >= `least`."""
+    if not least <= number < math.inf or int(number) != number:
+        raise ValueError(f"{name}: expected a whole number of tokens >= {least}, got {number}")
+    return int(number)
+
+
 class _Ring:
     """A row of each sequence for each of the last L steps, overwritten in place.
 
@@ -96,10 +103,9 @@ class TaLKConvState(_Ring):
     __slots__ = ()
 
     def __init__(self, B, C, reach, dtype=torch.float32, device="cpu"):
-        if not 0 <= reach < math.inf or int(reach) != reach:
-            raise ValueError(f"reach: expected a whole number of tokens >= 0, got {reach}")
+        rows = whole_tokens("reach", reach) + 3
         wide = sums_dtype(dtype, torch.device(device))
-        super().__init__(torch.empty(int(reach) + 3, B, C, dtype=wide, device=device))
+        super().__init__(torch.empty(rows, B, C, dtype=wide, device=device))
 
 
 class ShortConvState(_Ring):

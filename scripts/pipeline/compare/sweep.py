@@ -422,11 +422,14 @@ class Comparison:
         for name, seed in self.runs():
             if self.is_trained(name, seed):
                 checkpoints.setdefault(name, self.run_folder(name, seed) / "averaged.pt")
-        at = {"turns": self.args.turns, "machine": machine(self.args.device)}
-        facts = {name: {"rate": self.points[name], **at} for name in checkpoints}
-        there = read_json(path, {}).items()
-        if {name: {key: row.get(key) for key in ("rate", *at)} for name, row in there} != facts:
-            remove(path)  # ratios are of one measurement
+        where = machine(self.args.device)
+        facts = {name: {"rate": self.points[name], "machine": where} for name in checkpoints}
+        there = {  # ratios are of one measurement
+            name: (len(row["training"]["turns"]), row["rate"], row.get("machine"))
+            for name, row in read_json(path, {}).items()
+        }
+        if there != {name: (self.args.turns, *of.values()) for name, of in facts.items()}:
+            remove(path)
 
         def make(partial):
             words = {name: self.words(name, self.points[name]) for name in checkpoints}

@@ -41,10 +41,7 @@ def download(url, folder):
 
 
 def fetch(url, path, lock):
-    """Download `url` to `path` with curl, which holds the `lock` too, as it may outlive this run.
-
-    Raises ValueError if the host does not send it.
-    """
+    """Download `url` to `path` with curl, which holds the `lock` too: it may outlive this run."""
     partial = path.with_name(path.name + ".partial")
     print(f"downloading {url}", file=sys.stderr, flush=True)
     verbosity = ["--progress-bar"] if sys.stderr.isatty() else ["--silent", "--show-error"]

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.common.command import BadInput
+from pipeline.common.files import read_json
 from pipeline.common.folder import flat
 from pipeline.common.paths import CONFIGS, PLUGIN, ROOT
 
@@ -77,6 +78,14 @@ def check_average(config, average):
     """Raise BadInput where checkpoints that hold a moving average each are to be averaged."""
     if average > 1 and OmegaConf.select(config, "ema.store_ema"):
         raise BadInput(f"--average: expected 1 of a row with a moving average, got {average}")
+
+
+def read_results(path):
+    """Return the list of results in a JSON. Raises BadInput if there is something else."""
+    results = read_json(path, [])
+    if not isinstance(results, list):
+        raise BadInput(f"--results: expected a JSON list in {path}, got something else")
+    return results
 
 
 def from_header(name, field):

@@ -124,14 +124,6 @@ def parse(arguments):
     return parser.parse_intermixed_args(arguments)
 
 
-def read_results(path):
-    """Return the list of results in a JSON. Raises BadInput if there is something else."""
-    results = read_json(path, [])
-    if not isinstance(results, list):
-        raise BadInput(f"--results: expected a JSON list in {path}, got something else")
-    return results
-
-
 def read_prepared(name, data):
     """Return ``prepared.json`` of a data folder. Raises BadInput unless it is the config's."""
     benchmark = name.partition("/")[0]
@@ -383,7 +375,7 @@ def evaluate(args):
     evaluation = Evaluation(args)
     evaluation.paths(evaluation.average)
     if args.results:
-        read_results(args.results)
+        configs.read_results(args.results)
     candidates = candidates_of(evaluation) if args.tune else {}
     evaluation.output.mkdir(parents=True, exist_ok=True)
     written = evaluation.output / "scores.json"
@@ -415,7 +407,7 @@ def evaluate(args):
         result["trials"] = trials
     write_json(written, result)
     if args.results:
-        write_json(args.results, [*read_results(args.results), result])
+        write_json(args.results, [*configs.read_results(args.results), result])
     return result
 
 

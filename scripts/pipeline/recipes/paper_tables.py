@@ -13,7 +13,7 @@ from pipeline.common.files import read_json
 from pipeline.common.paths import ROOT
 from pipeline.common.tables import markdown
 from pipeline.recipes.ablation import in_words
-from pipeline.recipes.config import from_header
+from pipeline.recipes.config import from_header, read_results
 
 NOTHING = "not yet measured"
 
@@ -67,10 +67,8 @@ def paper(name):
 
 def measured(name, scores, folder):
     """Return ``(cell, notes)``: the last scores of the recipe as it is, and a note on others."""
-    cell, notes, path = NOTHING, [], folder / f"{name}.json"
-    if not isinstance(results := read_json(path, []), list):
-        raise ValueError(f"expected a JSON list in {path}, got something else")
-    for result in results:
+    cell, notes = NOTHING, []
+    for result in read_results(folder / f"{name}.json"):
         others = [*result["changed"], *result["other_data"]]
         if result["split"] != "test":
             others.append(f"scored on {result['split']}")
@@ -122,5 +120,7 @@ def main(arguments=None):
     parser.add_argument("--results", type=Path, default=ROOT / "results", metavar="DIR")
     args = parser.parse_args(arguments)
     return command.run(
-        "results_table.py", lambda: print(tables(args.results)), (OSError, ValueError)
+        "results_table.py",
+        lambda: print(tables(args.results)),
+        (command.BadInput, OSError, ValueError),
     )

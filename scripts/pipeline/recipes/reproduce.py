@@ -14,8 +14,8 @@ from pipeline.common.folder import Folder, show
 from pipeline.common.paths import ROOT
 from pipeline.common.systems import words
 from pipeline.data.benchmarks import BENCHMARKS
+from pipeline.recipes import config as configs
 from pipeline.recipes import train
-from pipeline.recipes.config import check_average, chosen_folder, read_config, with_overrides
 
 
 def parse(arguments):
@@ -52,12 +52,12 @@ def steps_of(args):
     """
     from pipeline.recipes import evaluate  # with fairseq
 
-    name, config = read_config(args.name)
-    config = with_overrides(config, args.overrides)
+    name, config = configs.read_config(args.name)
+    config = configs.with_overrides(config, args.overrides)
     benchmark = name.partition("/")[0]
     script = f"prepare_{benchmark}"
-    data_bin = chosen_folder(args.data_bin, config, "task.data", name)
-    save_dir = chosen_folder(args.save_dir, config, "checkpoint.save_dir", name)
+    data_bin = configs.chosen_folder(args.data_bin, config, "task.data", name)
+    save_dir = configs.chosen_folder(args.save_dir, config, "checkpoint.save_dir", name)
     results = Path(args.results or ROOT / "results" / f"{name}.json")
 
     prepare = [word for place in args.data for word in ("--data", place)]
@@ -71,10 +71,10 @@ def steps_of(args):
     *_, config = train.plan(train.parse([args.name, *run]), has_data=False)
     kept = evaluate.recipe_average(config)[0]
     average = args.average or kept
-    check_average(config, average)
+    configs.check_average(config, average)
     if average > kept > 1:
         raise BadInput(f"--average: expected at most {kept}, which are kept, got {average}")
-    evaluate.read_results(results)
+    configs.read_results(results)
     if not prepare:
         evaluate.read_prepared(name, data_bin)
     elif benchmark not in BENCHMARKS:

@@ -1,7 +1,6 @@
 """Probes of the patches in compat/cpu.py and compat/training.py."""
 
 import contextlib
-import copy
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -49,49 +48,43 @@ def one_process_trains_with_adaptive_loss(tmp_path):
             AdaptiveLoss.build_criterion(cfg, task)
 
 
+def options_of_one_process():
+    """As fairseq has them before it looks for other processes."""
+    return SimpleNamespace(
+        distributed_init_method=None, distributed_world_size=1, distributed_backend="nccl",
+        distributed_no_spawn=False, pipeline_model_parallel=False, tpu=False,
+    )  # fmt: skip
+
+
+def find_others(cfg, patch, **variables):
+    """Let fairseq look for the other of two processes that torchrun has started."""
+    started = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "1"}
+    for name, value in {**started, **variables}.items():
+        patch.setenv(name, value)
+    distributed_utils.infer_init_method(cfg)
+    assert cfg.distributed_init_method == "env://", cfg.distributed_init_method
+    assert (cfg.distributed_world_size, cfg.distributed_rank) == (2, 1)
+    assert cfg.distributed_no_spawn
+
+
 @breaks("AssertionError: None")
 def processes_of_torchrun_find_each_other(tmp_path):
-    cfg = SimpleNamespace(
-        distributed_init_method=None,
-        distributed_world_size=1,
-        distributed_backend="nccl",
-        distributed_no_spawn=False,
-        pipeline_model_parallel=False,
-        tpu=False,
-    )
-    single = copy.copy(cfg)
+    cfg, single = options_of_one_process(), options_of_one_process()
     distributed_utils.infer_init_method(single)
     assert single == cfg
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (
-            ("MASTER_ADDR", "localhost"),
-            ("MASTER_PORT", "29500"),
-            ("WORLD_SIZE", "2"),
-            ("RANK", "1"),
-        ):
-            patch.setenv(name, value)
-        distributed_utils.infer_init_method(cfg)
-    assert cfg.distributed_init_method == "env://", cfg.distributed_init_method
-    assert (cfg.distributed_world_size, cfg.distributed_rank) == (2, 1)
-    assert cfg.distributed_no_spawn and cfg.distributed_backend == "gloo"
+        find_others(cfg, patch)
+    assert cfg.distributed_backend == "gloo"
 
 
 @breaks("AssertionError: None")
 def processes_of_torchrun_with_a_gpu_each_find_each_other(tmp_path):
-    cfg = SimpleNamespace(
-        distributed_init_method=None, distributed_world_size=1, distributed_backend="nccl",
-        distributed_no_spawn=False, pipeline_model_parallel=False, tpu=False,
-    )  # fmt: skip
-    variables = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "1"}
+    cfg = options_of_one_process()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: 1)
-        for name, value in {**variables, "TORCHELASTIC_RUN_ID": "job"}.items():
-            patch.setenv(name, value)
-        distributed_utils.infer_init_method(cfg)
-    assert cfg.distributed_init_method == "env://", cfg.distributed_init_method
-    assert (cfg.distributed_world_size, cfg.distributed_rank, cfg.device_id) == (2, 1, 0)
-    assert cfg.distributed_no_spawn and cfg.distributed_backend == "nccl"
+        find_others(cfg, patch, TORCHELASTIC_RUN_ID="job")
+    assert cfg.distributed_backend == "nccl" and cfg.device_id == 0
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ from test_numbers import trainer_of
 
 from conftest import ROOT
 from talk_fairseq import checkpoint_files, compat
-from talk_fairseq.compat import cpu, patching, text
+from talk_fairseq.compat import cpu, patching, text, training
 
 
 def test_the_docs_list_the_patches():
@@ -226,7 +226,7 @@ def test_processes_that_need_no_help_are_left_to_fairseq(monkeypatch, gpu, metho
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     cfg = SimpleNamespace(distributed_init_method=method)
-    assert cpu.join_torchrun_on_cpu(lambda given: given, cfg) is cfg
+    assert training.join_torchrun(lambda given: given, cfg) is cfg
     assert vars(cfg) == {"distributed_init_method": method}
 
 
