@@ -1,6 +1,7 @@
 """fused_adam: fairseq's Adam to rounding, its options, and its checkpoints."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -18,10 +19,12 @@ from talk_fairseq.optim.fused_adam import FusedAdam
 OPTIONS = {"lr": 0.01, "betas": (0.9, 0.98), "weight_decay": 0.1}
 
 
-def parameters(dtype):
+def parameters(*dtypes, device="cpu"):
+    """Three parameters of a dtype, or of one dtype each."""
     generator = torch.Generator().manual_seed(3)
     shapes = ((5, 7), (11,), (3, 2, 4))
-    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [nn.Parameter(x.to(device, dtype)) for x, dtype in zip(drawn, itertools.cycle(dtypes))]
 
 
 def train(optimizer, params, updates, seed=0):
@@ -30,21 +33,24 @@ def train(optimizer, params, updates, seed=0):
     for update in range(updates):
         for number, p in enumerate(params):
             grad = torch.randn(p.shape, generator=generator) * 10.0 ** -(4 * number)
-            p.grad = None if number == 2 and update % 2 else grad.to(p.dtype)
+            p.grad = None if number == 2 and update % 2 else grad.to(p)
         optimizer.step()
 
 
+MIXED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("eps", [1e-8, 1e-3])
-@pytest.mark.parametrize(
-    "dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 0)]
-)
-def test_it_is_fairseqs_adam(dtype, tolerance, eps):
-    ours, theirs = parameters(dtype), parameters(dtype)
+@pytest.mark.parametrize("dtypes", [(torch.float64,), (torch.float32,), (torch.bfloat16,), MIXED])
+def test_it_is_fairseqs_adam(dtypes, eps, device):
+    ours, theirs = (parameters(*dtypes, device=device) for _ in range(2))
     optimizers = [cls(p, eps=eps, **OPTIONS) for cls, p in ((FusedAdam, ours), (Adam, theirs))]
     for optimizer, params in zip(optimizers, (ours, theirs)):
         train(optimizer, params, 40)
     for mine, other in zip(ours, theirs):
-        if tolerance:
+        assert mine.dtype == other.dtype
+        if tolerance := {torch.float64: 1e-12, torch.float32: 2e-6}.get(mine.dtype):
             torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
         else:  # of the same float32 numbers, which round alike but for a few
             assert (mine == other).float().mean() > 0.9
