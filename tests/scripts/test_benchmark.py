@@ -199,7 +199,7 @@ def test_a_graph_keeps_its_inputs(benchmark, case, monkeypatch, mode):
 @pytest.mark.long
 @pytest.mark.slow
 def test_faster_than_attention(tmp_path):
-    """At T=1000, B=10, C=1024, H=16 in float32 on a CPU, in one process: the bars of the README."""
+    """At T=1000, B=10, C=1024, H=16 in float32 on a CPU, in one process: the project's goals."""
     command = [sys.executable, SCRIPT, "--cpu", "--lengths", "1000", "--dtypes", "float32"]
     command += ["--turns", "3", "--only", "attention", "--output", tmp_path / "talk"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
