@@ -8,7 +8,16 @@ breaks without it; docs/development.md lists them.
 import sys
 
 from talk_fairseq.checkpoint_files import evaluate
-from talk_fairseq.compat import checkpoints, cpu, data, decoding, models, text, training  # noqa: F401
+from talk_fairseq.compat import (  # noqa: F401
+    amp,
+    checkpoints,
+    cpu,
+    data,
+    decoding,
+    models,
+    text,
+    training,
+)
 
 # Last, for all modules of fairseq that are imported by now. Without it: loading a model runs what
 # its options say, since fairseq calls ``eval`` on some, as on ``--encoder-layers`` of fconv.

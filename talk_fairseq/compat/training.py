@@ -136,16 +136,23 @@ def average_shared_parameters_once(original, self, new_model, updates=None):
 
 @patches("fairseq.trainer.Trainer", "__init__")
 def refuse_noise_that_stays(original, self, cfg, *args, **kwargs):
-    """Raise ValueError for ``--quant-noise-pq`` in a precision that has no copies in float32.
+    """Raise ValueError for ``--quant-noise-pq`` where its noise stays for a second pass.
 
     Without it: training destroys the model silently. The noise is written into the parameters, and
-    only ``--fp16`` and ``--bf16`` write what was there back after an update.
+    only ``--fp16`` and ``--bf16`` write what was there back, after an update. Before that, another
+    batch, or activations that are computed again, would add noise to noise.
     """
-    if getattr(getattr(cfg, "model", cfg), "quant_noise_pq", 0):  # old scripts pass flat options
+    model = getattr(cfg, "model", cfg)  # old scripts pass flat options
+    if getattr(model, "quant_noise_pq", 0):
         common = getattr(cfg, "common", cfg)
         fp16 = common.fp16 and not common.memory_efficient_fp16
         if not fp16 and not (common.bf16 and not common.memory_efficient_bf16):
             raise ValueError("expected --fp16 or --bf16 with --quant-noise-pq, got neither")
+        if max(getattr(cfg, "optimization", cfg).update_freq) > 1:
+            raise ValueError("update_freq: expected 1 with --quant-noise-pq, got more")
+        for name in ("checkpoint_activations", "offload_activations"):
+            if getattr(model, name, False):
+                raise ValueError(f"{name}: expected False with --quant-noise-pq, got True")
     return original(self, cfg, *args, **kwargs)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from fairseq.criterions import label_smoothed_cross_entropy, register_criterion
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from talk_fairseq.models.config import option
 
@@ -34,7 +35,8 @@ class SimCutCriterion(label_smoothed_cross_entropy.LabelSmoothedCrossEntropyCrit
 
     Embeddings are zeroed where they are looked up, in ``embed_tokens`` of both sides: positions
     stay, and another token in their place (unk, padding) would have an embedding that is learnt, or
-    mask attention. Raises ValueError for a model without these, and for options out of range.
+    mask attention. Raises ValueError for a model without these, for options out of range, and for
+    ``--checkpoint-activations`` in several processes without legacy_ddp.
     """
 
     def __init__(self, task, cfg):
@@ -51,6 +53,7 @@ class SimCutCriterion(label_smoothed_cross_entropy.LabelSmoothedCrossEntropyCrit
         """Return ``(loss, nll_loss)``: sums over the tokens or, without `reduce`, one for each."""
         loss, nll_loss = super().compute_loss(model, net_output, sample, reduce)
         if model.training and self.simcut_alpha > 0:
+            refuse_second_pass(model)
             with embeddings_cut(model, self.simcut_cutoff):
                 cut_output = model(**sample["net_input"])
             lprobs, target = self.get_lprobs_and_target(model, net_output, sample)
@@ -60,6 +63,18 @@ class SimCutCriterion(label_smoothed_cross_entropy.LabelSmoothedCrossEntropyCrit
             divergence = divergence.masked_fill(target.unsqueeze(-1).eq(self.padding_idx), 0)
             loss = loss + self.simcut_alpha * (divergence.sum() if reduce else divergence)
         return loss, nll_loss
+
+
+def refuse_second_pass(model):
+    """Raise ValueError for a model whose parameters torch lets take part in one pass alone."""
+    wrapped = getattr(model, "module", None)
+    if isinstance(wrapped, DistributedDataParallel) and any(
+        hasattr(part, "precheckpoint_forward") for part in wrapped.modules()
+    ):
+        raise ValueError(
+            "--ddp-backend: expected legacy_ddp for SimCut with --checkpoint-activations, got "
+            "pytorch_ddp"
+        )
 
 
 @contextlib.contextmanager

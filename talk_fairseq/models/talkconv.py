@@ -6,7 +6,7 @@ from pathlib import Path
 from fairseq.distributed import fsdp_wrap
 from fairseq.models import register_model, transformer
 from fairseq.modules import transformer_layer
-from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+from fairseq.modules.checkpoint_activations import checkpoint_wrapper, unwrap_checkpoint
 from fairseq.modules.quant_noise import quant_noise
 
 from talk_fairseq.models import encoder_attention
@@ -128,12 +128,14 @@ class TaLKConvModelBase:
         """Load a model as fairseq does, and return its hub interface.
 
         A ``data_name_or_path`` that begins with ``.`` is relative to the folder of the model.
-        Raises ValueError that names it where it is not a folder with dictionaries.
+        Raises ValueError that names it where it is not a folder with dictionaries, unless a keyword
+        says where these are.
         """
         here = model_name_or_path if str(data_name_or_path).startswith(".") else "."
         folder = Path(here, data_name_or_path)
         unpacked = os.path.isdir(model_name_or_path) and not folder.is_file()
-        if unpacked and not any(folder.glob("dict*.txt")):
+        elsewhere = any(map(kwargs.get, ("fixed_dictionary", "source_dict", "target_dict")))
+        if unpacked and not elsewhere and not any(folder.glob("dict*.txt")):
             raise ValueError(
                 f"data_name_or_path: expected a folder with dictionaries (dict*.txt), got {folder}"
             )
@@ -144,6 +146,11 @@ class TaLKConvModelBase:
             if isinstance(module, encoder_attention.EncoderAttention):
                 module.need_attn = True  # each call may ask for alignments
         return hub
+
+    def make_generation_fast_(self, **kwargs):
+        """Prepare as fairseq does; nothing is computed again, nor kept on the CPU until then."""
+        unwrap_checkpoint(self)
+        super().make_generation_fast_(**kwargs)
 
     def upgrade_state_dict_named(self, state_dict, name):
         """Give parameters of old checkpoints, published ones among them, their names of today."""

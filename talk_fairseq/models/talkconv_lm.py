@@ -121,13 +121,17 @@ def check_embeddings(cfg, source_words, target_words):
 def build_embeddings(cfg, dictionary):
     """Return the module from tokens to embeddings that `cfg` asks for."""
     if cfg.character_embeddings:
-        return CharacterTokenEmbedder(
+        embedder = CharacterTokenEmbedder(
             dictionary,
             filter_list(cfg.character_filters),
             cfg.character_embedding_dim,
             cfg.decoder.embed_dim,
             cfg.char_embedder_highway_layers,
         )
+        # fairseq leaves the table on the CPU, and looks there in each step of a model on a GPU.
+        table = vars(embedder).pop("word_to_char")
+        embedder.register_buffer("word_to_char", table, persistent=False)
+        return embedder
     if cfg.adaptive_input:
         return AdaptiveInput(
             len(dictionary),

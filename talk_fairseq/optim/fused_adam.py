@@ -10,6 +10,8 @@ import math
 import torch
 from fairseq.optim import FairseqOptimizer, adam, register_optimizer
 
+_WIDENED = 16  # 16-bit parameters that are copied to float32 at a time
+
 
 class FusedAdam(torch.optim.Optimizer):
     """Adam with decoupled weight decay, as ``fairseq.optim.adam.Adam`` computes it.
@@ -46,8 +48,11 @@ class FusedAdam(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     same[self._count(p), p.device, p.dtype].append(p)
-            for (step, *_), params in same.items():
-                self._update(params, step, group)
+            for (step, _, dtype), params in same.items():
+                # 16-bit parameters are widened for the kernel: some at a time, to save memory.
+                size = _WIDENED if dtype.itemsize == 2 else len(params)
+                for first in range(0, len(params), size):
+                    self._update(params[first : first + size], step, group)
         return loss
 
     def _count(self, p):

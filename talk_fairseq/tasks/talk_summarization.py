@@ -8,7 +8,7 @@ import json
 import logging
 from argparse import Namespace
 from dataclasses import dataclass, fields
-from itertools import chain
+from itertools import chain, compress
 from typing import Optional  # fairseq does not read `str | None`
 
 import torch
@@ -229,9 +229,17 @@ class StepwiseLengthPenaltyGenerator(SequenceGenerator):
         self, step, bbsz_idx, eos_scores, tokens, scores, finalized, finished, *rest
     ):
         """Take in hypotheses that end here, after those that they push out of the beam are gone."""
-        unfinished = (sentence for sentence, done in enumerate(finished) if not done)
-        for sentence, lowest in zip(unfinished, self.search.lowest):
-            finalized[sentence] = [hypo for hypo in finalized[sentence] if hypo["score"] >= lowest]
+        unfinished = [sentence for sentence, done in enumerate(finished) if not done]
+        held = [(row, hypo) for row, s in enumerate(unfinished) for hypo in finalized[s]]
+        if held:
+            # All at once, as each look at a score waits for a GPU.
+            rows, hypotheses = zip(*held)
+            reached = torch.stack([hypo["score"] for hypo in hypotheses])
+            kept = (reached >= self.search.lowest[list(rows)]).tolist()
+            for sentence in unfinished:
+                finalized[sentence] = []
+            for row, hypo in compress(held, kept):
+                finalized[unfinished[row]].append(hypo)
         self.search.lowest = -torch.inf
         newly_finished = super().finalize_hypos(
             step, bbsz_idx, eos_scores, tokens, scores, finalized, finished, *rest

@@ -58,9 +58,7 @@ struct Fiber {
 inline std::vector<Fiber*> fibers;  // kept and used again for all blocks
 inline Fiber* current = nullptr;
 inline jmp_buf scheduler;
-inline void (*entry)(void*) = nullptr;
-inline void* argument = nullptr;
-inline unsigned int thread_index = 0;
+inline void (*entry)() = nullptr;
 
 // Gives the processor back to the scheduler until `state` is lifted.
 inline void wait(State state) {
@@ -70,7 +68,7 @@ inline void wait(State state) {
 
 inline void fiber_main() {
     for (;;) {  // a finished fiber waits here for its next block
-        entry(argument);
+        entry();
         wait(DONE);
     }
 }
@@ -187,7 +185,7 @@ int host_launch(void (*kernel)(Arguments), const Arguments& arguments, Dim3 bloc
     static void (*running)(Arguments);
     static const Arguments* given;
     running = kernel, given = &arguments;
-    host::entry = [](void*) { running(*given); };
+    host::entry = [] { running(*given); };
     std::mt19937 random(seed);
     blockDim.x = threads, gridDim = blocks;
     if (shared > SHARED_BYTES || threads > 1024) return 2;

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import ctypes
 import functools
+import os
 import subprocess
 import sys
 import textwrap
@@ -267,3 +268,13 @@ assert "talk_fairseq.compat" not in sys.modules
 def test_a_folder_called_fairseq_is_no_fairseq():
     """As where Python is started beside a clone of it: the operator works."""
     subprocess.run([sys.executable, "-W", "error", "-c", NAMESAKE], cwd=ROOT, check=True)
+
+
+def test_a_broken_fairseq_costs_the_plugin_alone(tmp_path):
+    (tmp_path / "fairseq").mkdir()
+    (tmp_path / "fairseq/__init__.py").write_text("raise RuntimeError('broken')\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "import talk_fairseq; talk_fairseq.TaLKConv(4, 2, 3)"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and "its plugin is off: RuntimeError('broken')" in done.stderr

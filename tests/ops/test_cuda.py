@@ -58,9 +58,15 @@ def test_on_a_stream_of_its_own():
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_on_a_device_that_is_not_current():
+    """Nor in the thread of autograd that belongs to it."""
     args = arguments(100, 2, 64, 4, 31, 31)
-    first, second = talk_conv(*on_gpu(*args)), talk_conv(*on_gpu(*args, device="cuda:1"))
-    assert second.device.index == 1 and torch.equal(first.cpu(), second.cpu())
+
+    def results(device):
+        there = on_gpu(*args, device=device)
+        return talk_conv(*there), *gradients(talk_conv, there[0], *there)
+
+    for first, second in zip(results("cuda:0"), results("cuda:1")):
+        assert second.device.index == 1 and torch.equal(first.cpu(), second.cpu())
 
 
 @pytest.mark.parametrize("window", [(31, 31), (5000, 0)], ids=str)
@@ -73,6 +79,7 @@ def test_graph_capture(window):
         return out, *torch.autograd.grad(out.square().sum(), inputs)
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     graph = torch.cuda.CUDAGraph()

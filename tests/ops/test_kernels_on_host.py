@@ -44,13 +44,13 @@ def library(file):
     """The kernels of a file as a host library, compiled once and kept by what it is made from."""
     here = pathlib.Path(__file__).parent
     sources = (here / "host_cuda.cpp", here / "host_cuda.h")
-    text = "".join((*(path.read_text() for path in sources), source(file)))
+    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE"]
+    text = "".join((*command, *(path.read_text() for path in sources), source(file)))
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     path = pathlib.Path(tempfile.gettempdir()) / f"talk_kernels_{key}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             built = pathlib.Path(folder) / path.name
-            command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE"]
             command += [f'-DKERNEL_FILE="{source_path(file)}"', f"-DPROBLEM={PROBLEMS[file]}"]
             command += [str(sources[0]), "-o", str(built)]
             subprocess.run(command, check=True)

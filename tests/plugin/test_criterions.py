@@ -1,5 +1,6 @@
 """SimCut: its loss by hand, where its gradients go, and what it leaves alone."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 pytest.importorskip("fairseq")
 from building import dictionary
 from fairseq.criterions import build_criterion
-from fairseq.models import build_model
+from fairseq.models import DistributedFairseqModel, build_model
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -36,12 +37,12 @@ ARCHS = {
 }  # fmt: skip
 
 
-def model_of(arch, shared=False):
+def model_of(arch, shared=False, **options):
     """A small model in training, without dropout; `shared` is one table of embeddings."""
     torch.manual_seed(1)
     sizes = {} if arch == "fconv" else SIZES | {"attention_dropout": 0.0}
     shared = {"share_all_embeddings": True} if shared else {}
-    cfg = {"_name": arch, "dropout": 0.0, **sizes, **ARCHS[arch], **shared}
+    cfg = {"_name": arch, "dropout": 0.0, **sizes, **ARCHS[arch], **shared, **options}
     task = SimpleNamespace(
         source_dictionary=WORDS, target_dictionary=WORDS,
         cfg=SimpleNamespace(max_source_positions=64, max_target_positions=64),
@@ -176,3 +177,23 @@ def test_bad_options_and_models():
     with pytest.raises(ValueError, match="expected embed_tokens in encoder and decoder"):
         with simcut.embeddings_cut(SimpleNamespace(encoder=nn.Linear(1, 1)), 0.1):
             pass
+
+
+@pytest.mark.parametrize("backend", ["pytorch_ddp", "legacy_ddp"])
+def test_layers_that_are_computed_again_in_several_processes(backend, tmp_path):
+    """torch's own wrapper allows one pass of them alone before the gradients."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    options = {"broadcast_buffers": False, "bucket_cap_mb": 25, "find_unused_parameters": False}
+    options |= {"gradient_as_bucket_view": False, "ddp_comm_hook": "none", "heartbeat_timeout": -1}
+    cfg = SimpleNamespace(tpu=False, ddp_backend=backend, device_id=0, **options)
+    message = "--ddp-backend: expected legacy_ddp for SimCut with --checkpoint-activations"
+    refused = pytest.raises(ValueError, match=message)
+    try:
+        model = model_of("talkconv", checkpoint_activations=True)
+        group = torch.distributed.group.WORLD
+        model = DistributedFairseqModel(cfg, model, group, torch.device("cpu")).train()
+        with refused if backend == "pytorch_ddp" else contextlib.nullcontext():
+            criterion_of()(model, batch())[0].backward()
+    finally:
+        torch.distributed.destroy_process_group()

@@ -14,6 +14,7 @@ from torch import nn
 
 from conftest import SMALL, fairseq
 from talk_fairseq.checkpoint_files import read_checkpoint
+from talk_fairseq.optim import fused_adam
 from talk_fairseq.optim.fused_adam import FusedAdam
 
 OPTIONS = {"lr": 0.01, "betas": (0.9, 0.98), "weight_decay": 0.1}
@@ -98,6 +99,16 @@ def test_any_strides():
     for mine, other in zip(strided, plain):
         torch.testing.assert_close(mine, other, rtol=2e-6, atol=2e-6)
     assert not table[:, 4:].any()
+
+
+def test_halves_are_widened_some_at_a_time(monkeypatch):
+    results = []
+    for size in (16, 2):
+        monkeypatch.setattr(fused_adam, "_WIDENED", size)
+        params = parameters(torch.bfloat16)
+        train(FusedAdam(params, **OPTIONS), params, 4)
+        results.append(params)
+    assert all(map(torch.equal, *results))
 
 
 def test_a_closure_and_a_sparse_gradient():

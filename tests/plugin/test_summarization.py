@@ -574,6 +574,10 @@ def test_files_that_do_not_fit(tmp_path, capsys, hypotheses, references, message
 def test_folder_without_output(tmp_path, capsys):
     assert score_rouge.main([str(tmp_path)]) == 2
     assert "expected one generate-*.txt, got none" in capsys.readouterr().err
+    for split in ("test", "valid"):
+        (tmp_path / f"generate-{split}.txt").touch()
+    assert score_rouge.main([str(tmp_path)]) == 2
+    assert "got generate-test.txt, generate-valid.txt" in capsys.readouterr().err
 
 
 def test_more_hypotheses_than_references_is_an_error_for_the_library_too():

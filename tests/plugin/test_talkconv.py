@@ -442,6 +442,8 @@ def test_activations_are_computed_again(flag, offloads):
     for layer in (*model.encoder.layers, *model.decoder.layers):
         assert layer.forward.func is checkpoint_activations._checkpointed_forward
         assert layer.forward.args[1] is offloads
+    model.make_generation_fast_()
+    assert not any(hasattr(layer.forward, "func") for layer in model.decoder.layers)
 
 
 def test_noise_of_quantisation_reaches_units_and_attention():

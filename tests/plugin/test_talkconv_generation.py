@@ -279,12 +279,14 @@ def test_ensemble_of_two_models_scores_between_them(corpus, trained, tmp_path):
         "--log-format", "none",
     )  # fmt: skip
     other = tmp_path / "checkpoint_last.pt"
-    flags = ["--score-reference", "--beam", 1]
-    first, second, both = (
-        hypotheses(generate(corpus, path, *flags))
-        for path in (trained, other, f"{trained}:{other}")
-    )
-    assert len(both) == 43 and first != second
-    for sentence, (score, _) in both.items():
-        scores = first[sentence][0], second[sentence][0]
-        assert min(scores) - 1e-3 <= score <= max(scores) + 1  # a mean of probabilities, in bits
+
+    def scored(path):
+        """{sentence: the probability of each word}, of which the logarithms are printed."""
+        printed = generate(corpus, path, "--score-reference", "--beam", 1)
+        lines = re.findall(r"^P-(\d+)\t(.*)$", printed, re.MULTILINE)
+        return {n: torch.tensor([float(p) for p in line.split()]).exp2() for n, line in lines}
+
+    first, second, both = map(scored, (trained, other, f"{trained}:{other}"))
+    assert len(both) == 43 and not torch.equal(first["0"], second["0"])
+    for n, p in both.items():
+        assert torch.allclose(p, (first[n] + second[n]) / 2, rtol=0, atol=2e-4)

@@ -362,6 +362,12 @@ def test_bands_have_at_least_one_dimension():
         cutoff_list("cutoff", "10,20", 4, 4.0, 60)
 
 
+def test_characters_of_words_are_where_the_model_is():
+    embedder = tiny("--character-embeddings --character-filters [(1,4)]").decoder.embed_tokens
+    assert "word_to_char" in dict(embedder.named_buffers())
+    assert "word_to_char" not in embedder.state_dict()  # fairseq's checkpoints have none
+
+
 @pytest.mark.parametrize("filters", ["[(1,)]", "3", "[]", "[(0, 4)]", "open('x')", "[(1, 2.5)]"])
 def test_bad_character_filters(filters):
     with pytest.raises(ValueError, match="character_filters: expected pairs of a width and"):

@@ -1,8 +1,7 @@
-"""What the tests of untrusted files share: a whole checkpoint, formats, refusals, memory."""
+"""What the tests of untrusted files share: a whole checkpoint, formats, refusals."""
 
 import copy
 import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -49,16 +48,6 @@ def refusal(door, path):
         assert str(path) in line, f"{type(error).__name__}: {line}"
         return line
     return None
-
-
-def peak():
-    """The most memory of this process since `forget_peak`, in bytes."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
-
-
-def forget_peak():
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def generates(path, folder):

@@ -69,6 +69,14 @@ def test_a_refused_run_has_not_diverged(tmp_path, monkeypatch):
         ablation.score("ablation_1_one_window", 1, args)
 
 
+def test_a_run_that_leaves_a_crash_behind_has_diverged(tmp_path, monkeypatch):
+    folder = tmp_path / "ablation_1_one_window/seed_1"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(ablation, "run_module", lambda *_: (folder / "crash.pt").touch() or 1)
+    args = SimpleNamespace(save_dir=tmp_path, data=tmp_path, cpu=True, overrides=[])
+    assert ablation.score("ablation_1_one_window", 1, args) == "diverged"
+
+
 def test_scores_by_bleu_on_the_validation_set(tmp_path, monkeypatch):
     ran, folder = [], tmp_path / "ablation_7_relu/seed_4/evaluation"
     monkeypatch.setattr(ablation, "run_module", lambda *words: ran.append([*map(str, words)]))

@@ -474,3 +474,27 @@ def test_checkpoints_are_in_the_order_of_updates(tmp_path):
 def test_a_command_that_is_killed_has_failed(tmp_path):
     with pytest.raises(Failed, match="^sh was killed by signal 9; .*ends with\nhalf"):
         fairseq.Commands(True).run(["sh", "-c", "echo half; kill -9 $$"], tmp_path / "log")
+
+
+def test_a_failure_without_words_loses_no_scores(played, verses, tmp_path, monkeypatch):
+    def measure(*_):
+        raise AssertionError  # as fairseq's own checks do
+
+    monkeypatch.setattr(sweep, "measure_speeds", measure)
+    assert sweep.main(arguments(verses, tmp_path / "run")) == 1
+    assert "not measured" in (tmp_path / "run/compare.md").read_text()
+
+
+def test_a_failed_evaluation_does_not_stop_the_others(played, verses, tmp_path, monkeypatch):
+    run = fairseq.Commands.run
+
+    def breaks(commands, command, log, *others, **options):
+        if command[0] == "fairseq-generate" and "run/talkconv/" in str(log):
+            raise Failed("fairseq-generate failed; its log ends with\nno")
+        run(commands, command, log, *others, **options)
+
+    monkeypatch.setattr(fairseq.Commands, "run", breaks)
+    assert sweep.main(arguments(verses, tmp_path / "run")) == 1
+    systems = json.loads((tmp_path / "run/results.json").read_text())["systems"]
+    assert "fairseq-generate failed: no" in systems["talkconv"]["error"]
+    assert systems["transformer"]["score"] > 1

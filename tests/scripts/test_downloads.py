@@ -83,3 +83,13 @@ def test_a_host_that_cannot_go_on_starts_over(tmp_path):
         path = download(f"http://{address}/de-en.tgz", kept)
         server.shutdown()
     assert path.read_bytes() == whole
+
+
+def test_addresses_that_differ_after_the_question_mark(tmp_path, monkeypatch):
+    def fetch(url, path, lock):
+        path.write_text(url)
+
+    monkeypatch.setattr("pipeline.data.archives.fetch", fetch)
+    for query in ("", "?id=/1", "?id=/2"):
+        url = f"http://host/get/a.tgz{query}"
+        assert download(url, tmp_path).read_text() == url

@@ -449,6 +449,8 @@ def test_tuning_chooses_on_the_validation_set(capfd, monkeypatch, verses, folder
     assert tried[:3] == [0.35] * 3 and sorted(tried[3:]) == evaluate.LENPENS
     assert len(result["trials"]) == len(tried)
     assert result["checkpoints"] == ["checkpoint2.pt", "checkpoint3.pt"]
+    arguments[1] = folder_of_a_run / "checkpoint3.pt"  # of those that the recipe averages
+    assert run(capfd, *arguments)[1]["changed"]["average"] == 1
 
 
 def test_tuning_looks_for_the_lowest_perplexity(monkeypatch, lm_verses, folder_of_a_run):

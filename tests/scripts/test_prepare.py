@@ -217,6 +217,8 @@ def test_pretokenized_data_is_taken_as_it_is(tmp_path, capfd):
     # Other text is not taken for this one.
     other = ("iwslt14_de_en", "--pretokenized", tmp_path, "--output", output)
     assert f"--pretokenized: expected {given} of {output}" in refusal(capfd, *other)
+    other = ("iwslt14_de_en", "--data", tmp_path, "--output", output)
+    assert f"--pretokenized: expected {given} of {output}" in refusal(capfd, *other)
 
 
 def tokenized(name, folder, **splits):
@@ -515,6 +517,7 @@ def test_what_is_there_twice(tmp_path):
         (["--data", "/no/such"], "--data: expected a folder, a file or an address, got /no/such"),
         (["--workers", "0"], "--workers: expected at least 1, got 0"),
         (["--pretokenized", "d", "--data", "e"], "--pretokenized: expected no --data"),
+        (["--pretokenized", "d", "--vocabulary", "9"], "--download or --vocabulary"),
         (["--pretokenized", "/no/such"], "No such file or directory: '/no/such/train.de'"),
         (["--fast"], "unrecognized arguments: --fast"),
     ],

@@ -17,6 +17,7 @@ pytest.importorskip("fairseq")
 from pipeline.common.command import BadInput
 from pipeline.recipes import paper_tables as results_table
 from pipeline.recipes.reproduce import main, once
+from pipeline.recipes.reproduce import reproduce as run_steps
 
 # --- One command a row ---
 
@@ -232,6 +233,25 @@ def test_what_is_trained_anew_is_scored_anew(tmp_path, monkeypatch):
     made.write_text('{"lines": {"train": 9}}')  # prepared anew
     with pytest.raises(BadInput, match="--save-dir: expected a run of the data in .*data, got"):
         run(other)
+
+
+def test_a_result_that_is_gone_is_made_again(tmp_path, monkeypatch):
+    ran, results = [], tmp_path / "result.json"
+
+    def run_module(name, *words, lock):
+        ran.append(name)
+        results.touch()
+        return 0
+
+    steps = [("evaluate", ["a"], [])]
+    monkeypatch.setattr("pipeline.recipes.reproduce.run_module", run_module)
+    found = tmp_path / "run", results, steps
+    monkeypatch.setattr("pipeline.recipes.reproduce.steps_of", lambda _: found)
+    for lost in (False, False, True):
+        if lost:
+            results.unlink()
+        assert not run_steps(SimpleNamespace(dry_run=False))
+        assert ran == ["recipes.evaluate"] * (1 + lost)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """scripts/setup.sh: what it refuses, and that a second call does nothing."""
 
 import configparser
+import importlib
 import re
 import shutil
 import subprocess
@@ -280,3 +281,10 @@ def test_fairseq_is_the_one_of_setup_cfg():
             item.name for item in requirements if item.marker and item.marker.evaluate(machine)
         ]
         assert chosen == [distribution]
+
+
+def test_fairseq_can_be_imported_where_it_was_installed():
+    """Most other tests are skipped without it."""
+    installed = ROOT / ".venv/installed"
+    if sys.prefix == str(ROOT / ".venv") and installed.read_text().startswith("fairseq"):
+        importlib.import_module("fairseq")

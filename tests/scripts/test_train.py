@@ -41,6 +41,23 @@ def folder(tmp_path):
     return tmp_path / "bin"
 
 
+def test_a_precision_among_the_overrides_counts_and_is_recorded():
+    words = ["iwslt14_de_en/talkconv", "--cpu", "common.bf16=true"]
+    *_, trained = train.plan(train.parse([*words, "--dry-run"]))
+    assert trained.common.bf16 is True
+    assert planned(*words).words["common.bf16"] == "true"
+
+
+def test_a_file_of_ones_own_comes_before_a_row(tmp_path, monkeypatch):
+    """As in a copy of configs/."""
+    own = tmp_path / "iwslt14_de_en/talkconv.yaml"
+    own.parent.mkdir()
+    own.write_text("model: {}\n")
+    monkeypatch.chdir(tmp_path)
+    assert config.find_config("iwslt14_de_en/talkconv.yaml") == ("talkconv", own)
+    assert config.find_config("iwslt14_de_en/talkconv")[0] == "iwslt14_de_en/talkconv"
+
+
 # --- Accumulation ---
 
 

@@ -388,7 +388,7 @@ class Comparison:
             raise error
         kind = "" if isinstance(error, Failed) else f"{type(error).__name__}: "
         show(f"compare.sh: {title}: {kind}{error}")
-        what, *log = str(error).strip().splitlines()
+        what, *log = str(error).strip().splitlines() or [""]
         reason = [what.partition(";")[0], *log[-1:]]  # the last line of a log says why
         self.failures[name, seed] = (kind + ": ".join(reason))[:200]
 

@@ -174,7 +174,7 @@ def write_pieces(prep):
     """Write ``sentencepiece.model``, learnt from both languages, and all splits as ``pieces.…``."""
     benchmark, model = prep.benchmark, prep.folder / "sentencepiece.model"
     show("learning the pieces")
-    text.learn_pieces(
+    learnt = text.learn_pieces(
         (line for pair in text.pairs_of(prep.paths("tokenized.", "train")) for line in pair),
         prep.vocabulary - 3,  # fairseq adds four special words, of which one is among these
         model,
@@ -194,7 +194,8 @@ def write_pieces(prep):
                 writer.write(pieces)
         prep.prepared["lines"][split] = writer.lines
     prep.check_cleaned("pieces")
-    prep.check("words of a dictionary", prep.vocabulary, [benchmark.vocabulary], exact=False)
+    found = learnt.get_piece_size() + 3
+    prep.check("words of a dictionary", found, [benchmark.vocabulary], exact=False)
 
 
 def copy_pretokenized(prep):
@@ -293,12 +294,11 @@ def prepare(prep):
     if is_taken(output) and not ready.exists():
         raise BadInput(f"--output: expected a new folder, got {output}, which holds other things")
     if ready.exists() and not restart:
-        there, again = read_json(ready)["settings"], "--restart prepares it again"
+        there, again = read_json(ready).get("settings", {}), "--restart prepares it again"
         for name in ("vocabulary", "pretokenized"):
-            if (given := getattr(prep.args, name)) and given != there[name]:
-                raise BadInput(
-                    f"--{name}: expected {there[name]} of {output}, got {given}; {again}"
-                )
+            given, had = getattr(prep.args, name), there.get(name)
+            if given != had and (given or name == "pretokenized"):
+                raise BadInput(f"--{name}: expected {had} of {output}, got {given}; {again}")
         print(f"{output} is ready; {again}")
         return
     with closing(Folder(prep.folder.parent, "preparation", ["made"], "--output")) as folder:
@@ -338,8 +338,8 @@ def parse(name, arguments):
     args.data = [place if URL.match(place) else str(Path(place).resolve()) for place in args.data]
     if args.pretokenized:
         args.pretokenized = str(Path(args.pretokenized).resolve())
-        if args.data or args.download:
-            raise BadInput("--pretokenized: expected no --data or --download beside it")
+        if args.data or args.download or args.vocabulary:
+            raise BadInput("--pretokenized: expected no --data, --download or --vocabulary")
     elif not (args.data or args.download):
         raise BadInput(how_to_get(benchmark.files, benchmark))
     return args

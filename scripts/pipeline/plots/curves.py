@@ -106,6 +106,8 @@ def named_runs(arguments):
             name = path.absolute().name if path.is_dir() else path.stem
             if path.name in ("log.txt", "train.log", "hydra_train.log"):
                 name = path.absolute().parent.name
+        if not str(path):
+            raise ValueError(f"expected NAME=PATH, got {argument}")
         found = read_runs(path)
         for arch, run in found.items():
             full = name if len(found) == 1 else f"{name} {arch}"

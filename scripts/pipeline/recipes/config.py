@@ -42,14 +42,13 @@ def find_config(given):
     ``folder/mine.yaml`` is ``mine``. Raises BadInput, with names that are like it, if there is
     none.
     """
-    name = given.removeprefix("configs/").removesuffix(".yaml")
-    names = rows()
-    if name in names:
-        return name, CONFIGS / f"{name}.yaml"
     path = Path(given).resolve()
     if path.suffix == ".yaml" and path.is_file():
         own = path.relative_to(CONFIGS) if path.is_relative_to(CONFIGS) else Path(path.name)
         return own.with_suffix("").as_posix(), path
+    name, names = given.removeprefix("configs/").removesuffix(".yaml"), rows()
+    if name in names:
+        return name, CONFIGS / f"{name}.yaml"
     near = difflib.get_close_matches(name, names, cutoff=0.5) or ["benchmark/system, see configs/"]
     raise BadInput(f"NAME: expected a config such as {' or '.join(near)}, got {given!r}")
 

@@ -200,7 +200,8 @@ class Evaluation:
         self.changed = other_settings(self.name, recipe, self.config, folder)
         self.output = Path(args.output).absolute() if args.output else folder / "evaluation"
         self.on_cpu = args.cpu or not has_gpu()
-        self.reported = REPORTED.get(self.benchmark, "tokenised_bleu")
+        usual = "tokenised_bleu" if self.target else "perplexity"
+        self.reported = REPORTED.get(self.benchmark, usual)
         count = recipe_average(self.config)[0]
         self.average = args.average or (count if self.is_run else 1)
         # A file may be the recipe's mean, unless it has a name that training gives.
@@ -383,7 +384,7 @@ def evaluate(args):
     settings = {"average": evaluation.average}
     settings |= {key: values[0] for key, values in candidates.items()}
     settings, trials = tune(evaluation, settings, candidates)
-    if args.tune:
+    if "average" in candidates:
         evaluation.changed.pop("average", None)
     scores = evaluation.score(args.split, settings)
     paths = evaluation.paths(settings["average"])

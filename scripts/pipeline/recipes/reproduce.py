@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeline.common import command
 from pipeline.common.command import BadInput, in_shell, run_module
-from pipeline.common.files import write_whole
+from pipeline.common.files import read_json, write_json, write_whole
 from pipeline.common.folder import Folder, show
 from pipeline.common.paths import ROOT
 from pipeline.common.systems import words
@@ -95,6 +95,8 @@ def reproduce(args):
         return 0
     with closing(Folder(save_dir, "run", (), "--save-dir")) as folder:
         folder.acquire()
+        if not results.exists():
+            (save_dir / "evaluate.done").unlink(missing_ok=True)
         for step in steps:
             if status := once(folder, *step):
                 return status
@@ -109,11 +111,11 @@ def once(folder, script, words, where):
         return run_module("data.prepare", benchmark, *words, lock=folder.lock)
     if script == "train":
         data = words[words.index("--data") + 1]
-        of_run, prepared = folder.path / "prepared.json", Path(data, "prepared.json").read_text()
-        if of_run.exists() and of_run.read_text() != prepared:
+        of_run, prepared = folder.path / "prepared.json", read_json(Path(data, "prepared.json"))
+        if read_json(of_run, prepared) != prepared:
             what = f"a run of the data in {data}, got one of other data in {folder.path}"
             raise BadInput(f"--save-dir: expected {what}; choose another folder")
-        write_whole(of_run, prepared)
+        write_json(of_run, prepared)
     done, said = folder.path / f"{script}.done", shlex.join(map(str, words))
     if done.exists() and done.read_text() == said:
         show(f"== {script}: done before")

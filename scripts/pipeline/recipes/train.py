@@ -68,9 +68,14 @@ def check_folder(save_dir, trained):
         )
 
 
+def overridden(args):
+    """Return the keys that the caller sets."""
+    return {given.lstrip("+").partition("=")[0] for given in args.overrides}
+
+
 def sets_steps(args):
     """Return whether the caller says over how many steps gradients are accumulated."""
-    return any(re.match(r"\+*optimization\.update_freq=", given) for given in args.overrides)
+    return "optimization.update_freq" in overridden(args)
 
 
 def choose_devices(args, recipe, config):
@@ -151,6 +156,7 @@ def plan(args, has_data=True):
     if on_cpu and precision == "fp16":
         raise BadInput("--precision: expected fp32 or bf16 on the CPU, got fp16")
     halves = {f"common.{half}": precision == half for half in ("fp16", "bf16")} if precision else {}
+    halves = {key: half for key, half in halves.items() if key not in overridden(args)}
     batch = other_batch(args, recipe, config, processes)
     trained = OmegaConf.merge({"name": name, **batch}, config)
     for key, half in halves.items():

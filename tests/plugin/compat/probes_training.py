@@ -1,6 +1,7 @@
-"""Probes of the patches in compat/cpu.py and compat/training.py."""
+"""Probes of the patches in compat/amp.py, compat/cpu.py and compat/training.py."""
 
 import contextlib
+import re
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -16,7 +17,7 @@ from fairseq.dataclass.configs import EMAConfig
 from fairseq.distributed import utils as distributed_utils
 from fairseq.models import distributed_fairseq_model
 from fairseq.models.ema.ema import EMA
-from fairseq.modules import LayerDropModuleList
+from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder, LayerDropModuleList
 from probing import breaks, dictionary, tiny_transformer, trainer_of
 
 
@@ -31,6 +32,39 @@ def the_bf16_flag_does_not_ask_for_a_tpu(tmp_path):
 def fp16_on_a_cpu_is_refused(tmp_path):
     with pytest.raises(ValueError, match="expected a GPU for --fp16, got a CPU"):
         trainer_of("--fp16").optimizer  # noqa: B018 (which is made when it is read)
+
+
+@breaks("AssertionError: divided again")
+def gradients_of_amp_are_divided_by_the_scale_once(tmp_path):
+    optimizer = trainer_of("--amp", "--optimizer", "sgd", "--lr", "1").optimizer
+    optimizer._grad_scaler = torch.amp.GradScaler("cpu", init_scale=128.0)  # as on a GPU
+    params = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
+    before = [p.detach().clone() for p in params]
+    optimizer.backward(sum(p.sum() for p in params))
+    assert optimizer.clip_grad_norm(0) > 0
+    optimizer.step()
+    for old, new in zip(before, params):
+        assert torch.allclose(old - new, torch.ones(())), "divided again"
+
+
+@breaks("AssertionError: other options")
+def the_scale_of_amp_has_its_own_options(tmp_path):
+    with patch.object(torch.cuda.amp, "GradScaler", lambda **options: options):
+        flags = ["--amp-init-scale", "64", "--amp-scale-window", "500", "--fp16-init-scale", "4"]
+        given = trainer_of("--amp", *flags).optimizer.scaler
+        assert given == {"init_scale": 64, "growth_interval": 500}, "other options"
+        assert trainer_of("--amp").optimizer.scaler == {"init_scale": 128}
+
+
+@breaks("Index put requires the source and destination dtypes match")
+def embeddings_of_several_widths_are_looked_up_with_autocast(tmp_path):
+    tables = (
+        AdaptiveInput(24, 1, 8, 2, 8, [10]),
+        CharacterTokenEmbedder(dictionary(), [(1, 4)], 4, 8, 1),
+    )
+    for table in tables:
+        with torch.autocast("cpu", torch.bfloat16):
+            table(torch.tensor([[5, 20, 2, 1]])).sum().backward()
 
 
 @breaks("AdaptiveLoss is not compatible")
@@ -181,11 +215,13 @@ def averages_of_shared_embeddings_are_taken_once(tmp_path):
 
 @breaks("AssertionError: the noise stayed")
 def noise_that_would_stay_is_refused(tmp_path):
-    for flags in ([], ["--memory-efficient-bf16"]):
+    fits = ["--bf16"]
+    for flags in ([], ["--memory-efficient-bf16"], [*fits, "--update-freq=2"],
+                  [*fits, "--checkpoint-activations"]):  # fmt: skip
         try:
             model = trainer_of("--quant-noise-pq=0.5", *flags).model.train()
         except ValueError as error:
-            assert "expected --fp16 or --bf16 with --quant-noise-pq" in str(error)
+            assert re.search("expected .* with --quant-noise-pq, got", str(error))
             continue
         before = [parameter.clone() for parameter in model.parameters()]
         tokens = torch.full((2, 3), 5)

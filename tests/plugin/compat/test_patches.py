@@ -344,3 +344,17 @@ def test_a_fairseq_of_another_shape_is_refused():
         patching.patches(utils, "no_such_name")
     with pytest.raises(AttributeError, match="'json' has no attribute 'np'"):
         patching.overlay(json, "np")
+
+
+@pytest.mark.parametrize("half", ["fp16", "bf16"])
+@pytest.mark.parametrize("lean", [False, True])
+def test_noise_is_taken_where_parameters_have_copies_in_float32(half, lean):
+    lean_ones = dict.fromkeys(("memory_efficient_fp16", "memory_efficient_bf16"), lean)
+    cfg = SimpleNamespace(
+        common=SimpleNamespace(**{"fp16": False, "bf16": False, half: True}, **lean_ones),
+        model=SimpleNamespace(quant_noise_pq=0.1),
+        optimization=SimpleNamespace(update_freq=[1]),
+    )
+    refused = pytest.raises(ValueError, match="expected --fp16 or --bf16 with --quant-noise-pq")
+    with refused if lean else contextlib.nullcontext():
+        assert training.refuse_noise_that_stays(lambda *given: given, None, cfg) == (None, cfg)
