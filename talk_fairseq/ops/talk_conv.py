@@ -20,9 +20,8 @@ def talk_conv(x, offset_left, offset_right, max_left, max_right):
         out[t] = sum of x over [t - u_l, t + u_r] / (max_left + max_right + 1)
 
     where a token at either end counts by the part of it inside, and windows stop at the ends of the
-    sequence. Time and memory are linear in T for any windows, as long as offsets are not far above
-    1 and, for gradients on a GPU, few windows end in the same token; docs/operator.md says how much
-    memory.
+    sequence. Time and memory (see docs/operator.md) are linear in T for any windows, as long as
+    offsets are not far above 1 and, for gradients on a GPU, few windows end in the same token.
 
     Args:
         x: (T, B, C) in float64, float32, float16 or bfloat16; any strides.
