@@ -140,7 +140,7 @@ def refuse_noise_that_stays(original, self, cfg, *args, **kwargs):
 
     Without it: training destroys the model silently. The noise is written into the parameters, and
     only ``--fp16`` and ``--bf16`` write what was there back, after an update. Before that, another
-    batch, or activations that are computed again, would add noise to noise.
+    batch, SimCut's second pass, or activations that are computed again would add noise to noise.
     """
     model = getattr(cfg, "model", cfg)  # old scripts pass flat options
     if getattr(model, "quant_noise_pq", 0):
@@ -150,6 +150,8 @@ def refuse_noise_that_stays(original, self, cfg, *args, **kwargs):
             raise ValueError("expected --fp16 or --bf16 with --quant-noise-pq, got neither")
         if max(getattr(cfg, "optimization", cfg).update_freq) > 1:
             raise ValueError("update_freq: expected 1 with --quant-noise-pq, got more")
+        if getattr(getattr(cfg, "criterion", cfg), "simcut_alpha", 0):
+            raise ValueError("simcut_alpha: expected 0 with --quant-noise-pq, got more")
         for name in ("checkpoint_activations", "offload_activations"):
             if getattr(model, name, False):
                 raise ValueError(f"{name}: expected False with --quant-noise-pq, got True")

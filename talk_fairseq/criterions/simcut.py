@@ -67,9 +67,9 @@ class SimCutCriterion(label_smoothed_cross_entropy.LabelSmoothedCrossEntropyCrit
 
 def refuse_second_pass(model):
     """Raise ValueError for a model whose parameters torch lets take part in one pass alone."""
-    wrapped = getattr(model, "module", None)
-    if isinstance(wrapped, DistributedDataParallel) and any(
-        hasattr(part, "precheckpoint_forward") for part in wrapped.modules()
+    parts = list(model.modules())
+    if any(isinstance(part, DistributedDataParallel) for part in parts) and any(
+        hasattr(part, "precheckpoint_forward") for part in parts
     ):
         raise ValueError(
             "--ddp-backend: expected legacy_ddp for SimCut with --checkpoint-activations, got "

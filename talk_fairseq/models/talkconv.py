@@ -147,8 +147,8 @@ class TaLKConvModelBase:
                 module.need_attn = True  # each call may ask for alignments
         return hub
 
-    def make_generation_fast_(self, **kwargs):
-        """Prepare as fairseq does; nothing is computed again, nor kept on the CPU until then."""
+    def make_generation_fast_(self, name="", **kwargs):
+        """Prepare as fairseq does, without what ``--checkpoint-activations`` wraps layers in."""
         unwrap_checkpoint(self)
         super().make_generation_fast_(**kwargs)
 

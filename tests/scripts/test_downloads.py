@@ -90,6 +90,6 @@ def test_addresses_that_differ_after_the_question_mark(tmp_path, monkeypatch):
         path.write_text(url)
 
     monkeypatch.setattr("pipeline.data.archives.fetch", fetch)
-    for query in ("", "?id=/1", "?id=/2"):
+    for query in ("", "?id=/1", "?id=/2", "?signature=" + 300 * "%2F", "?.."):
         url = f"http://host/get/a.tgz{query}"
         assert download(url, tmp_path).read_text() == url

@@ -11,7 +11,7 @@ import tarfile
 import zipfile
 import zlib
 from pathlib import PurePosixPath
-from urllib.parse import quote, urlparse
+from urllib.parse import urlparse
 
 from pipeline.common.files import remove
 
@@ -29,7 +29,7 @@ def download(url, folder):
     run at a time downloads into a folder. Raises ValueError if the host does not send it.
     """
     address = urlparse(url)
-    query = quote(address.query, "")  # a folder of its own, if there is one
+    query = f"{zlib.crc32(address.query.encode()):08x}" if address.query else ""  # may be long
     path = folder / (address.netloc or "local") / query / address.path.lstrip("/")
     if path.exists():  # perhaps in a folder that cannot be written
         return path

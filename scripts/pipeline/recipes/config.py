@@ -38,9 +38,9 @@ def rows():
 def find_config(given):
     """Return ``(name, path)`` of a row, such as ``iwslt14_de_en/talkconv``, or of any YAML file.
 
-    A row may be given with ``configs/`` and ``.yaml``. A file elsewhere is named after itself:
-    ``folder/mine.yaml`` is ``mine``. Raises BadInput, with names that are like it, if there is
-    none.
+    A row may be given with ``configs/`` and ``.yaml``. A file elsewhere comes first, and is named
+    after itself: ``folder/mine.yaml`` is ``mine``. Raises BadInput, with names that are like it,
+    if there is none.
     """
     path = Path(given).resolve()
     if path.suffix == ".yaml" and path.is_file():

@@ -358,3 +358,14 @@ def test_noise_is_taken_where_parameters_have_copies_in_float32(half, lean):
     refused = pytest.raises(ValueError, match="expected --fp16 or --bf16 with --quant-noise-pq")
     with refused if lean else contextlib.nullcontext():
         assert training.refuse_noise_that_stays(lambda *given: given, None, cfg) == (None, cfg)
+
+
+def test_noise_is_refused_where_a_criterion_passes_each_batch_twice():
+    cfg = SimpleNamespace(
+        common=SimpleNamespace(fp16=False, bf16=True, memory_efficient_bf16=False),
+        model=SimpleNamespace(quant_noise_pq=0.1),
+        optimization=SimpleNamespace(update_freq=[1]),
+        criterion=SimpleNamespace(simcut_alpha=3.0),
+    )
+    with pytest.raises(ValueError, match="simcut_alpha: expected 0 with --quant-noise-pq"):
+        training.refuse_noise_that_stays(lambda *given: given, None, cfg)
