@@ -67,6 +67,8 @@ class SimCutCriterion(label_smoothed_cross_entropy.LabelSmoothedCrossEntropyCrit
 
 def refuse_second_pass(model):
     """Raise ValueError for a model whose parameters torch lets take part in one pass alone."""
+    if not torch.distributed.is_initialized():
+        return
     parts = list(model.modules())
     if any(isinstance(part, DistributedDataParallel) for part in parts) and any(
         hasattr(part, "precheckpoint_forward") for part in parts

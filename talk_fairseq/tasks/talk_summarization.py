@@ -8,7 +8,7 @@ import json
 import logging
 from argparse import Namespace
 from dataclasses import dataclass, fields
-from itertools import chain, compress
+from itertools import chain
 from typing import Optional  # fairseq does not read `str | None`
 
 import torch
@@ -235,11 +235,9 @@ class StepwiseLengthPenaltyGenerator(SequenceGenerator):
             # All at once, as each look at a score waits for a GPU.
             rows, hypotheses = zip(*held)
             reached = torch.stack([hypo["score"] for hypo in hypotheses])
-            kept = (reached >= self.search.lowest[list(rows)]).tolist()
+            kept = iter((reached >= self.search.lowest[list(rows)]).tolist())
             for sentence in unfinished:
-                finalized[sentence] = []
-            for row, hypo in compress(held, kept):
-                finalized[unfinished[row]].append(hypo)
+                finalized[sentence] = [hypo for hypo in finalized[sentence] if next(kept)]
         self.search.lowest = -torch.inf
         newly_finished = super().finalize_hypos(
             step, bbsz_idx, eos_scores, tokens, scores, finalized, finished, *rest

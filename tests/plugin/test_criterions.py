@@ -9,8 +9,9 @@ import torch
 pytest.importorskip("fairseq")
 from building import dictionary
 from fairseq.criterions import build_criterion
-from fairseq.models import DistributedFairseqModel, build_model
+from fairseq.models import build_model
 from omegaconf import OmegaConf
+from probing import one_process_of_a_group
 from torch import nn
 
 import talk_fairseq  # noqa: F401
@@ -182,18 +183,9 @@ def test_bad_options_and_models():
 @pytest.mark.parametrize("backend", ["pytorch_ddp", "legacy_ddp"])
 def test_layers_that_are_computed_again_in_several_processes(backend, tmp_path):
     """torch's own wrapper allows one pass of them alone before the gradients."""
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    options = {"broadcast_buffers": False, "bucket_cap_mb": 25, "find_unused_parameters": False}
-    options |= {"gradient_as_bucket_view": False, "ddp_comm_hook": "none", "heartbeat_timeout": -1}
-    cfg = SimpleNamespace(tpu=False, ddp_backend=backend, device_id=0, **options)
     message = "--ddp-backend: expected legacy_ddp for SimCut with --checkpoint-activations"
     refused = pytest.raises(ValueError, match=message)
-    try:
-        model = model_of("talkconv", checkpoint_activations=True)
-        group = torch.distributed.group.WORLD
-        model = DistributedFairseqModel(cfg, model, group, torch.device("cpu")).train()
+    with one_process_of_a_group(tmp_path) as distributed:
+        model = distributed(model_of("talkconv", checkpoint_activations=True), backend).train()
         with refused if backend == "pytorch_ddp" else contextlib.nullcontext():
             criterion_of()(model, batch())[0].backward()
-    finally:
-        torch.distributed.destroy_process_group()

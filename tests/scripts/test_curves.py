@@ -272,6 +272,7 @@ NO_LOG = (
         (["."], f".: {NO_LOG}"),
         (["both"], r"expected one log of fairseq-train, got a.log and log.txt"),
         (["both/log.txt", "both=both/a.log"], "RUN: expected different names, got 'both' twice"),
+        (["both="], "expected NAME=PATH, got both="),
     ],
 )
 def test_plot_training_refusals(runs, message, tmp_path, monkeypatch, capsys):

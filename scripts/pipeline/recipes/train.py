@@ -68,14 +68,14 @@ def check_folder(save_dir, trained):
         )
 
 
-def overridden(args):
-    """Return the keys that the caller sets."""
-    return {given.lstrip("+").partition("=")[0] for given in args.overrides}
+def key_of(override):
+    """Return the key that an override sets."""
+    return override.lstrip("+").partition("=")[0]
 
 
 def sets_steps(args):
     """Return whether the caller says over how many steps gradients are accumulated."""
-    return "optimization.update_freq" in overridden(args)
+    return "optimization.update_freq" in map(key_of, args.overrides)
 
 
 def choose_devices(args, recipe, config):
@@ -156,7 +156,7 @@ def plan(args, has_data=True):
     if on_cpu and precision == "fp16":
         raise BadInput("--precision: expected fp32 or bf16 on the CPU, got fp16")
     halves = {f"common.{half}": precision == half for half in ("fp16", "bf16")} if precision else {}
-    halves = {key: half for key, half in halves.items() if key not in overridden(args)}
+    halves = {key: half for key, half in halves.items() if key not in map(key_of, args.overrides)}
     batch = other_batch(args, recipe, config, processes)
     trained = OmegaConf.merge({"name": name, **batch}, config)
     for key, half in halves.items():
@@ -216,7 +216,7 @@ def plan(args, has_data=True):
     settings = [f"{key}={value}" for key, value in options.items()]
     # Paths stand among the settings: Hydra runs fairseq in the folder of the run.
     paths = ("common.user_dir", "task.data", "checkpoint.save_dir")
-    given = [each for each in args.overrides if each.lstrip("+").partition("=")[0] not in paths]
+    given = [override for override in args.overrides if key_of(override) not in paths]
     words += configs.hydra_words([*settings, *given])
 
     environment = {"PYTHONWARNINGS": "ignore"}  # fairseq calls much that PyTorch has deprecated

@@ -1,6 +1,5 @@
 """Probes of the patches in compat/amp.py, compat/cpu.py and compat/training.py."""
 
-import contextlib
 import re
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -11,14 +10,14 @@ pytest.importorskip("fairseq")
 
 
 import torch
-from fairseq import models, options
+from fairseq import options
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.dataclass.configs import EMAConfig
 from fairseq.distributed import utils as distributed_utils
 from fairseq.models import distributed_fairseq_model
 from fairseq.models.ema.ema import EMA
 from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder, LayerDropModuleList
-from probing import breaks, dictionary, tiny_transformer, trainer_of
+from probing import breaks, dictionary, one_process_of_a_group, tiny_transformer, trainer_of
 
 
 @breaks("AssertionError: tpu")
@@ -119,32 +118,6 @@ def processes_of_torchrun_with_a_gpu_each_find_each_other(tmp_path):
         patch.setattr(torch.cuda, "device_count", lambda: 1)
         find_others(cfg, patch, TORCHELASTIC_RUN_ID="job")
     assert cfg.distributed_backend == "nccl" and cfg.device_id == 0
-
-
-@contextlib.contextmanager
-def one_process_of_a_group(folder):
-    """Yields a function that makes a model one that is trained in several processes."""
-    store = torch.distributed.FileStore(str(folder / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        yield lambda model, ddp_backend: models.DistributedFairseqModel(
-            SimpleNamespace(
-                tpu=False,
-                ddp_backend=ddp_backend,
-                device_id=0,
-                broadcast_buffers=False,
-                bucket_cap_mb=25,
-                find_unused_parameters=False,
-                gradient_as_bucket_view=False,
-                ddp_comm_hook="none",
-                heartbeat_timeout=-1,
-            ),
-            model,
-            torch.distributed.group.WORLD,
-            torch.device("cpu"),
-        )
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @breaks("device_ids")

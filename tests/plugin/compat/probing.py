@@ -1,6 +1,7 @@
 """What the probes share: how they are registered, and small subjects for them."""
 
 import argparse
+import contextlib
 import os
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import torch
 from fairseq import options
 from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import DistributedFairseqModel
 from fairseq.models.transformer import TransformerModel
 from fairseq.tasks.translation import TranslationTask
 from fairseq.trainer import Trainer
@@ -79,3 +81,29 @@ def trainer_of(*flags):
 
 def quiet_environment():
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+
+@contextlib.contextmanager
+def one_process_of_a_group(folder):
+    """Yields a function that makes a model one that is trained in several processes."""
+    store = torch.distributed.FileStore(str(folder / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield lambda model, ddp_backend: DistributedFairseqModel(
+            SimpleNamespace(
+                tpu=False,
+                ddp_backend=ddp_backend,
+                device_id=0,
+                broadcast_buffers=False,
+                bucket_cap_mb=25,
+                find_unused_parameters=False,
+                gradient_as_bucket_view=False,
+                ddp_comm_hook="none",
+                heartbeat_timeout=-1,
+            ),
+            model,
+            torch.distributed.group.WORLD,
+            torch.device("cpu"),
+        )
+    finally:
+        torch.distributed.destroy_process_group()
