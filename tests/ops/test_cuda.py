@@ -6,9 +6,10 @@ with the other backends. Under compute-sanitizer, one tool at a time:
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \\
         python -m pytest tests/ops/test_operator.py -k 'cuda and oracle'
 
-and on ``tests/ops/test_decoding.py tests/ops/test_short_conv.py -k cuda``, and likewise with
-``--tool racecheck``. Those tests fill fresh memory, which hides reads of memory that nobody wrote:
-run ``--tool initcheck`` on ``tests/ops/test_cuda.py -k same_bits``.
+and likewise with ``--tool racecheck``. These tests fill fresh memory, which hides reads of memory
+that nobody wrote: run ``--tool initcheck``, and the others, on ``tests/ops/test_cuda.py -k every``.
+Initcheck then reports PyTorch's gather alone, which copies the rows of a ring that no step has
+written yet; none is read.
 """
 
 import statistics
@@ -22,12 +23,67 @@ from test_operator import arguments, gradients
 import oracle
 from conftest import ROOT, alone
 from talk_fairseq import TaLKConvState, talk_conv, talk_conv_update
+from talk_fairseq.ops.short_conv import short_conv_update
+from talk_fairseq.ops.state import ShortConvState, reorder_rings
 
 pytestmark = pytest.mark.cuda
 
 
 def on_gpu(*values, device="cuda"):
     return tuple(v.to(device) if torch.is_tensor(v) else v for v in values)
+
+
+def hold(got, expected):
+    """Hold results on the GPU to those on the CPU, of the same type."""
+    for actual, want in zip(got, expected, strict=True):
+        bound = 2 * oracle.GRADIENT_FACTOR * oracle.TOLERANCE[actual.dtype]
+        assert oracle.worst_error(actual, want.double()) <= bound
+
+
+@pytest.mark.parametrize("dtype", list(oracle.TOLERANCE), ids=str)
+@pytest.mark.parametrize(
+    "T, B, H, R, window",
+    [
+        (1, 1, 1, 1, (3, 3)),
+        (70, 2, 3, 5, (31, 31)),
+        (70, 2, 3, 8, (31, 0)),
+        (300, 1, 2, 64, (15, 7)),
+        (500, 2, 2, 16, (400, 0)),
+        (700, 1, 2, 8, (600, 600)),
+    ],
+)
+def test_every_kernel_of_training(T, B, H, R, window, dtype):
+    """In seconds under compute-sanitizer; nothing fills the memory."""
+    args = arguments(T, B, H * R, H, *window, dtype)
+    expected = talk_conv(*args), *gradients(talk_conv, args[0], *args)
+    args = on_gpu(*args)
+    got = talk_conv(*args), *gradients(talk_conv, args[0], *args)
+    hold(*([x for x in results if x is not None] for results in (got, expected)))
+
+
+@pytest.mark.parametrize("dtype", list(oracle.TOLERANCE), ids=str)
+@pytest.mark.parametrize(
+    "B, H, R, max_left, K", [(2, 3, 5, 7, 3), (5, 4, 16, 31, 8), (4, 1, 300, 9, 4)]
+)
+def test_every_kernel_of_decoding(B, H, R, max_left, K, dtype):
+    """In seconds under compute-sanitizer; nothing fills the memory."""
+    x, offset, *_ = arguments(24, B, H * R, H, max_left, 0, dtype)
+    weight = torch.randn(K, H * R).to(dtype)
+
+    @torch.no_grad()
+    def decode(x, offset, weight):
+        state = TaLKConvState(B, H * R, 2 * max_left, dtype, x.device)  # some offsets exceed 1
+        short = ShortConvState(B, H * R, K, dtype, x.device)
+        results = []
+        for first, last in [*((t, t + 1) for t in range(18)), (18, 22), (22, 23), (23, 24)]:
+            new = x[first:last]
+            results.append(talk_conv_update(new, offset[first:last], state, max_left))
+            results.append(short_conv_update(new, weight, short))
+            if first in (9, 16):
+                reorder_rings([state, short], torch.arange(B, device=x.device).flip(0))
+        return results
+
+    hold(decode(*on_gpu(x, offset, weight)), decode(x, offset, weight))
 
 
 @pytest.mark.parametrize("dtype", list(oracle.TOLERANCE), ids=str)
