@@ -41,8 +41,8 @@ class TestSet:
         known = set(train)
         self.unknown = sum(token not in known for token in test)
         counts = Counter([*train, *known, UNKNOWN])
-        logarithms = sum(math.log2(counts.get(token, 1) / counts.total()) for token in test)
-        self.unigram_loss = -logarithms / len(test)
+        logarithms = sum(math.log2(counts.get(token, 1)) for token in test)
+        self.unigram_loss = math.log2(counts.total()) - logarithms / len(test)
 
     def perplexities(self, loss):
         """Return the perplexities of a token and of a word, of a mean loss in bits a token."""
