@@ -46,7 +46,7 @@ def doors(folder, trainer, tmp_path_factory):
 
     def averages(path):
         try:
-            average.main(["--inputs", str(path), "--output", str(output)])
+            average.save(average.average_checkpoints([path]), output)
         finally:
             assert not list(output.parent.iterdir())
 

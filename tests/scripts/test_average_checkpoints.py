@@ -22,20 +22,29 @@ def write(path, model, **rest):
     return str(path)
 
 
+def run(tmp_path, *arguments):
+    """The exit status of the command."""
+    output = str(tmp_path / "averaged.pt")
+    return average.main(["--output", output, "--inputs", *map(str, arguments)])
+
+
 def averaged(tmp_path, *arguments):
-    output = tmp_path / "averaged.pt"
-    average.main(["--output", str(output), "--inputs", *map(str, arguments)])
-    return torch.load(output, weights_only=True)
+    assert run(tmp_path, *arguments) == 0
+    return torch.load(tmp_path / "averaged.pt", weights_only=True)
 
 
-def refusal(tmp_path, *arguments):
-    """The one line that the command ends with; nothing may have been written."""
-    with pytest.raises(SystemExit) as stopped:
-        averaged(tmp_path, *arguments)
-    assert not list(tmp_path.glob("averaged.pt*"))
-    line = str(stopped.value)
-    assert line.startswith("average_checkpoints.py: ") and "\n" not in line
-    return line
+@pytest.fixture
+def refusal(tmp_path, capsys):
+    """Returns the one line that the command ends with; nothing may have been written."""
+
+    def refusal(*arguments):
+        assert run(tmp_path, *arguments) == 1
+        assert not list(tmp_path.glob("averaged.pt*"))
+        line = capsys.readouterr().err.removesuffix("\n")
+        assert line.startswith("average_checkpoints.py: ") and "\n" not in line
+        return line
+
+    return refusal
 
 
 def test_the_mean_is_computed_in_float64_and_rounded_once(tmp_path):
@@ -115,17 +124,17 @@ def test_best_follows_the_metric_of_the_run(tmp_path, maximize, expected):
     assert averaged(tmp_path, tmp_path, "--best", 2)["model"]["w"] == expected
 
 
-def test_best_by_two_metrics_is_refused(tmp_path):
+def test_best_by_two_metrics_is_refused(tmp_path, refusal):
     numbered(tmp_path, ["checkpoint.best_bleu_4.1.pt", "checkpoint.best_loss_4.1.pt"])
-    assert "of one metric" in refusal(tmp_path, tmp_path, "--best", 1)
+    assert "of one metric" in refusal(tmp_path, "--best", 1)
 
 
-def test_too_few_files_name_the_pattern(tmp_path):
+def test_too_few_files_name_the_pattern(tmp_path, refusal):
     numbered(tmp_path, ["checkpoint1.pt"])
-    line = refusal(tmp_path, tmp_path, "--last-epochs", 2)
+    line = refusal(tmp_path, "--last-epochs", 2)
     assert r"2 files like checkpoint(\d+)\.pt" in line and line.endswith("got 1")
-    assert r"checkpoint_\d+_(\d+)\.pt" in refusal(tmp_path, tmp_path, "--last-updates", 1)
-    line = refusal(tmp_path, tmp_path, "--last-epochs", 0)
+    assert r"checkpoint_\d+_(\d+)\.pt" in refusal(tmp_path, "--last-updates", 1)
+    line = refusal(tmp_path, "--last-epochs", 0)
     assert "expected 0 files like checkpoint" in line
 
 
@@ -137,38 +146,38 @@ def test_too_few_files_name_the_pattern(tmp_path):
         ({}, "got another w in"),
     ],
 )
-def test_models_that_differ_are_refused(tmp_path, other, expected):
+def test_models_that_differ_are_refused(tmp_path, other, expected, refusal):
     first = write(tmp_path / "1.pt", {"w": torch.ones(2)})
-    line = refusal(tmp_path, first, write(tmp_path / "2.pt", other))
+    line = refusal(first, write(tmp_path / "2.pt", other))
     assert expected in line and line.endswith(f"in {tmp_path / '2.pt'}")
 
 
-def test_broken_files_are_named(tmp_path):
+def test_broken_files_are_named(tmp_path, refusal):
     good = write(tmp_path / "good.pt", {"w": torch.ones(1000)})
     cut = tmp_path / "cut.pt"
     cut.write_bytes(Path(good).read_bytes()[:900])
-    line = refusal(tmp_path, good, cut)
+    line = refusal(good, cut)
     assert f"in {cut}, got a truncated or foreign file" in line
-    line = refusal(tmp_path, good, tmp_path / "absent.pt")
+    line = refusal(good, tmp_path / "absent.pt")
     assert "No such file or directory: " in line and "absent.pt" in line
     assert not list(tmp_path.glob("averaged.pt*"))
 
 
-def test_a_file_that_would_run_code_is_refused(tmp_path):
+def test_a_file_that_would_run_code_is_refused(tmp_path, refusal):
     path = tmp_path / "evil.pt"
     torch.save({"model": {}, "args": Path(tmp_path)}, path)
-    assert "the unsafe type pathlib" in refusal(tmp_path, path)
+    assert "the unsafe type pathlib" in refusal(path)
 
 
-def test_an_output_that_exists_needs_force(tmp_path):
+def test_an_output_that_exists_needs_force(tmp_path, capsys):
     path = write(tmp_path / "1.pt", {"w": torch.ones(2)})
     averaged(tmp_path, path)
-    with pytest.raises(SystemExit, match="averaged.pt, which exists"):
-        averaged(tmp_path, path)
+    assert run(tmp_path, path) == 1
+    assert "averaged.pt, which exists" in capsys.readouterr().err
     assert averaged(tmp_path, path, "--force")["model"]["w"].tolist() == [1.0, 1.0]
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch, capsys):
     path = write(tmp_path / "1.pt", {"w": torch.ones(2)})
     averaged(tmp_path, path)
 
@@ -177,14 +186,14 @@ def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(torch, "save", disk_full)
-    with pytest.raises(SystemExit, match="No space left"):
-        average.main(["--inputs", path, "--output", str(tmp_path / "averaged.pt"), "--force"])
+    assert run(tmp_path, path, "--force") == 1
+    assert "No space left" in capsys.readouterr().err
     assert torch.load(tmp_path / "averaged.pt", weights_only=True)["model"]["w"].tolist() == [1, 1]
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_several_inputs_with_a_choice_are_refused(tmp_path):
-    assert "one folder" in refusal(tmp_path, "a.pt", "b.pt", "--last-epochs", 1)
+def test_several_inputs_with_a_choice_are_refused(refusal):
+    assert "one folder" in refusal("a.pt", "b.pt", "--last-epochs", 1)
 
 
 @pytest.mark.parametrize(("maximize", "expected"), [(False, 1.0), (True, 100.0)])

@@ -11,7 +11,6 @@ left out. Files are read one after the other, without running code from them.
 """
 
 import os
-import sys
 
 import torch
 
@@ -96,7 +95,7 @@ def save(state, path):
         torch.save(state, file)
 
 
-def main(argv=None):
+def main(arguments=None):
     """Run the command; one line and status 1 for what cannot be averaged."""
     parser = command.parser("average_checkpoints.py", __doc__)
     parser.add_argument("--inputs", nargs="+", required=True, help="checkpoints, or one folder")
@@ -106,10 +105,11 @@ def main(argv=None):
     which.add_argument("--best", type=int, metavar="N", help="the N best (--keep-best-checkpoints)")
     parser.add_argument("--output", required=True, help="file to write")
     parser.add_argument("--force", action="store_true", help="overwrite the output")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(arguments)
     patterns = {EPOCHS: args.last_epochs, UPDATES: args.last_updates, BEST: args.best}
     choice = [(pattern, count) for pattern, count in patterns.items() if count is not None]
-    try:
+
+    def body():
         if os.path.exists(args.output) and not args.force:
             raise ValueError(f"expected a new file, got {args.output}, which exists (see --force)")
         paths = args.inputs
@@ -118,6 +118,6 @@ def main(argv=None):
                 raise ValueError(f"expected one folder as --inputs, got {' '.join(paths)}")
             paths = find_checkpoints(paths[0], *choice[0])
         save(average_checkpoints(paths), args.output)
-    except (OSError, ValueError) as error:
-        sys.exit(f"average_checkpoints.py: {error}")
-    print(f"{args.output}: the average of {' '.join(map(str, paths))}")
+        print(f"{args.output}: the average of {' '.join(map(str, paths))}")
+
+    return command.run("average_checkpoints.py", body, again="")
