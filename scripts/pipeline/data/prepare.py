@@ -303,9 +303,9 @@ def prepare(prep):
         return
     with closing(Folder(prep.folder.parent, "preparation", ["made"], "--output")) as folder:
         settings = prep.prepared["settings"]
-        fits = read_json(folder.settings, settings) == settings
-        begun = (prep.folder / "prepared.json").exists()  # a stage of those settings is done
-        folder.open(settings, restart or not (fits or begun))
+        others = read_json(folder.settings, settings) != settings
+        begun = (prep.folder / "prepared.json").exists()  # a stage of others is not thrown away
+        folder.open(settings, restart or (others and not begun))
         go_on(prep)
         remove(output)
         prep.folder.rename(output)

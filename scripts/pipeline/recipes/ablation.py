@@ -61,7 +61,7 @@ def score(row, seed, args):
     return round(result["scores"]["tokenised_bleu"]["score"], 2)
 
 
-def other_settings(row, args):
+def not_the_recipe(row, args):
     """Return what is not the paper's in runs of `row`: ``{"changed": {…}, "other_data": […]}``.
 
     Raises BadInput for overrides and data that cannot be used.
@@ -106,10 +106,10 @@ def ablate(args):
         runs = [steps_of(row, seed, args)[1] for row in args.rows for seed in args.seeds]
         print("\n".join(in_shell(*step) for steps in runs for step in steps))
         return
-    others = {row: other_settings(row, args) for row in args.rows}
+    others = {row: not_the_recipe(row, args) for row in args.rows}
     results = read_json(args.results, {})
-    for row in args.rows:
-        if not others[row].items() <= results.get(row, others[row]).items():
+    for row, other in others.items():
+        if row in results and any(results[row].get(key) != value for key, value in other.items()):
             raise BadInput(
                 f"--results: expected results of {row} with the same settings, got others in "
                 f"{args.results}; choose another file, and another --save-dir"

@@ -18,7 +18,7 @@ from pipeline.common.logs import generated_file, lines_of_kind
 from talk_fairseq.rouge import rouge
 
 
-def read_hypotheses(path):
+def read_summaries(path):
     """Return ``(hypotheses, references or None)`` of a text file or of fairseq-generate's output.
 
     Raises ValueError where a sentence has no hypothesis, or for text that is not UTF-8; OSError.
@@ -42,7 +42,7 @@ def score(hypothesis_path, reference_path=None, sentence_separator=None):
 
     Raises ValueError for files that do not fit, are damaged or empty; OSError.
     """
-    hypotheses, references = read_hypotheses(hypothesis_path)
+    hypotheses, references = read_summaries(hypothesis_path)
     if reference_path is not None:
         references = read_lines(reference_path)
     if references is None:
