@@ -43,11 +43,8 @@ def run_module(name, *arguments, lock=None):
 
     The process inherits the open file `lock`, so that a folder stays locked while it lives.
     """
-    words = [sys.executable, ROOT / "scripts/run.py", name, *arguments]
-    return subprocess.run(
-        [str(word) for word in words],
-        pass_fds=[lock.fileno()] if lock else [],
-    ).returncode
+    words = [str(word) for word in (sys.executable, ROOT / "scripts/run.py", name, *arguments)]
+    return subprocess.run(words, pass_fds=[lock.fileno()] if lock else []).returncode
 
 
 def check_path(option, path):

@@ -3,6 +3,7 @@ generates with the row's beam and length penalty, and prints every score by the 
 The scores, as JSON, and the hypotheses are kept in CHECKPOINTS/evaluation.
 """
 
+import functools
 import html
 import logging
 import re
@@ -29,12 +30,10 @@ from talk_fairseq.rouge import rouge
 from fairseq.checkpoint_utils import checkpoint_paths
 from fairseq.dataclass.configs import GenerationConfig
 
-# The score that the papers report of a benchmark; of others, tokenised BLEU.
+# The score that the papers report of a benchmark; of others, tokenised BLEU or perplexity.
 REPORTED = {
-    "wikitext103": "perplexity",
     "wmt16_en_de": "compound_split_tokenised_bleu",
     "wmt17_zh_en": "sacrebleu",
-    "billion_word": "perplexity",
     "cnn_dm": "rouge_lsum",
 }
 # What --tune tries, one key after the other; the recipe's own value comes first.
@@ -209,7 +208,7 @@ class Evaluation:
         one = re.fullmatch(given, self.checkpoints.name)
         if self.average != (count if self.is_run or one else 1):
             self.changed["average"] = self.average
-        self._ready = None  # (average, the file of it)
+        self.model = functools.lru_cache(maxsize=1)(self.model)  # there is one file for means
 
     def paths(self, average):
         """Return the checkpoints to average: the last `average` ones or, for 1, the best one.
@@ -232,8 +231,6 @@ class Evaluation:
 
     def model(self, average):
         """Return the checkpoint file to score; make it where it is a mean."""
-        if self._ready and self._ready[0] == average:
-            return self._ready[1]
         paths = self.paths(average)
         first = path = paths[0]
         if len(paths) > 1 or self.ema:
@@ -244,7 +241,6 @@ class Evaluation:
                 if not state["model"]:
                     raise BadInput(f"CHECKPOINTS: expected a moving average in {first}, got none")
             save(state, path)
-        self._ready = average, path
         return path
 
     def score(self, split, settings):

@@ -119,8 +119,5 @@ def main(arguments=None):
     parser = command.parser("results_table.py", __doc__)
     parser.add_argument("--results", type=Path, default=ROOT / "results", metavar="DIR")
     args = parser.parse_args(arguments)
-    return command.run(
-        "results_table.py",
-        lambda: print(tables(args.results)),
-        (command.BadInput, OSError, ValueError),
-    )
+    unusable = (command.BadInput, OSError, ValueError)
+    return command.run("results_table.py", lambda: print(tables(args.results)), unusable)
