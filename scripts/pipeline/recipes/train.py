@@ -16,6 +16,7 @@ from pipeline.common.command import BadInput, check_path
 from pipeline.common.files import write_whole
 from pipeline.recipes import config as configs
 
+PROGRAMS = Path(sys.executable).parent
 # What may change when a run goes on.
 MAY_CHANGE = configs.HARMLESS | {
     "batch_tokens",
@@ -137,6 +138,30 @@ def other_batch(args, recipe, config, processes):
     return {} if batch == whole_batch(recipe) else {"batch_tokens": batch}
 
 
+def precision_of(args, on_cpu):
+    """Return ``{option: value}`` of the precision, but for options that the caller sets."""
+    precision = args.precision or ("fp32" if on_cpu else None)
+    if on_cpu and precision == "fp16":
+        raise BadInput("--precision: expected fp32 or bf16 on the CPU, got fp16")
+    halves = {f"common.{half}": precision == half for half in ("fp16", "bf16")} if precision else {}
+    return {key: half for key, half in halves.items() if key not in map(key_of, args.overrides)}
+
+
+def torchrun(args, name, save_dir, devices):
+    """Return the words that run a program in so many processes on this node, for the run `name`."""
+    meeting = ["--standalone"]
+    if args.nodes > 1:
+        # Nodes with this id form one run: another may use the same HOST[:PORT].
+        own = hashlib.sha256(bytes(save_dir)).hexdigest()[:8]
+        host, _, port = args.rendezvous.partition(":")
+        meeting = ["--nnodes", args.nodes, "--rdzv-backend", "c10d"]
+        meeting += ["--rdzv-id", f"{name.replace('/', '.')}-{own}"]
+        meeting += ["--rdzv-endpoint", f"{host}:{port or 29500}"]
+    if args.restarts:
+        meeting += ["--max-restarts", args.restarts]
+    return [PROGRAMS / "torchrun", *meeting, "--nproc-per-node", devices]
+
+
 def plan(args, has_data=True):
     """Return ``(command, environment, folder, record)``. Without `has_data`, there is none yet."""
     name, recipe = configs.read_config(args.name)
@@ -152,15 +177,11 @@ def plan(args, has_data=True):
     check_path("--data", data)
     save_dir = configs.chosen_folder(args.save_dir, config, "checkpoint.save_dir", name).absolute()
     check_path("--save-dir", save_dir)
-    precision = args.precision or ("fp32" if on_cpu else None)
-    if on_cpu and precision == "fp16":
-        raise BadInput("--precision: expected fp32 or bf16 on the CPU, got fp16")
-    halves = {f"common.{half}": precision == half for half in ("fp16", "bf16")} if precision else {}
-    halves = {key: half for key, half in halves.items() if key not in map(key_of, args.overrides)}
+    halves = precision_of(args, on_cpu)
     batch = other_batch(args, recipe, config, processes)
     trained = OmegaConf.merge({"name": name, **batch}, config)
     for key, half in halves.items():
-        if half != bool(OmegaConf.select(config, key)):  # no numbers of the recipe
+        if half != bool(OmegaConf.select(config, key)):  # else the recipe says so itself
             OmegaConf.update(trained, key, half)
     if not args.dry_run:
         if has_data and not list(data.glob("dict*.txt")):
@@ -197,20 +218,8 @@ def plan(args, has_data=True):
                 "distributed_training.distributed_no_spawn": "true",
             }
 
-    programs = Path(sys.executable).parent
-    words = [programs / "fairseq-hydra-train"]
-    if processes > 1 or args.restarts:
-        meeting = ["--standalone"]
-        if args.nodes > 1:
-            # Nodes with this id form one run: another may use the same HOST[:PORT].
-            own = hashlib.sha256(bytes(save_dir)).hexdigest()[:8]
-            host, _, port = args.rendezvous.partition(":")
-            meeting = ["--nnodes", args.nodes, "--rdzv-backend", "c10d"]
-            meeting += ["--rdzv-id", f"{name.replace('/', '.')}-{own}"]
-            meeting += ["--rdzv-endpoint", f"{host}:{port or 29500}"]
-        if args.restarts:
-            meeting += ["--max-restarts", args.restarts]
-        words = [programs / "torchrun", *meeting, "--nproc-per-node", devices, *words]
+    words = torchrun(args, name, save_dir, devices) if processes > 1 or args.restarts else []
+    words.append(PROGRAMS / "fairseq-hydra-train")
     path = configs.find_config(args.name)[1]
     words += ["--config-dir", path.parent, "--config-name", path.stem]
     settings = [f"{key}={value}" for key, value in options.items()]
