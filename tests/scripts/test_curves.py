@@ -253,6 +253,15 @@ def test_plot_training_command(tmp_path, capsys):
     assert not (tmp_path / "curves.doc").exists()
 
 
+def test_a_command_that_cannot_resume_does_not_say_so(monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plot_training, "named_runs", interrupted)
+    assert plot_training.main(["quickstart"]) == 130
+    assert capsys.readouterr().err == "plot_training.py: interrupted\n"
+
+
 def test_the_folder_that_one_is_in_has_its_name(tmp_path, monkeypatch):
     resumed().write(tmp_path / "mine" / "log.txt")
     monkeypatch.chdir(tmp_path / "mine")

@@ -19,12 +19,13 @@ class Failed(Exception):
     """A step that did not do what it should; the message says which and why."""
 
 
-def run(name, body, unusable=BadInput, again="; run it again to go on"):
+def run(name, body, unusable=BadInput, resumes=False):
     """Run ``body()`` as the command `name`, such as ``"compare.sh"``, and return its exit status.
 
     That is what `body` returns (None is 0); 2 for input that cannot be used, 1 for what failed on
-    the way, and 130 for Ctrl-C, each with a message that begins with the name. The exceptions
-    `unusable` are of input; their message is put on one line. `again` is said after Ctrl-C.
+    the way, and 130 for Ctrl-C, each with a message that begins with the name, and says after
+    Ctrl-C if the command `resumes`. The exceptions `unusable` are of input; their message is put on
+    one line.
     """
     try:
         return body() or 0
@@ -33,7 +34,7 @@ def run(name, body, unusable=BadInput, again="; run it again to go on"):
     except (Failed, OSError, ValueError) as error:
         status, said = 1, error
     except KeyboardInterrupt:
-        status, said = 130, f"interrupted{again}"
+        status, said = 130, "interrupted; run it again to go on" if resumes else "interrupted"
     print(f"{name}: {said}", file=sys.stderr)
     return status
 

@@ -504,4 +504,4 @@ def compare(arguments=None):
 
 def main(arguments=None):
     """Run the command; return its exit status."""
-    return run("compare.sh", lambda: compare(arguments))
+    return run("compare.sh", lambda: compare(arguments), resumes=True)

@@ -190,4 +190,4 @@ def compare(args, systems):
 
 def main(arguments=None):
     """Run the command and return its exit status."""
-    return command.run("synthetic.sh", lambda: compare(*parse(arguments)), again="")
+    return command.run("synthetic.sh", lambda: compare(*parse(arguments)))

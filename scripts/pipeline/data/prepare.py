@@ -355,4 +355,4 @@ def main(arguments=None):
         except BrokenExecutor:
             raise Failed("a process was killed; try fewer --workers") from None
 
-    return command.run(f"prepare_{name}.sh", body, (BadInput, OSError, ValueError))
+    return command.run(f"prepare_{name}.sh", body, (BadInput, OSError, ValueError), resumes=True)

@@ -111,4 +111,4 @@ def main(arguments=None):
         help="what the TaLK-Conv is to continue (default: %(default)s)")  # fmt: skip
     add("--lang", metavar="LANG", default="en", help="how its files end (default: en)")
     args = parser.parse_args(arguments)
-    return run(f"{NAME}.sh", lambda: learn(args))
+    return run(f"{NAME}.sh", lambda: learn(args), resumes=True)

@@ -75,4 +75,4 @@ def main(arguments=None):
         parser.add_argument(f"--{side}-lang", metavar="NAME", default=language,
                             help=f"how its {side} files end (default: {language})")  # fmt: skip
     args = parser.parse_args(arguments)
-    return run(f"{NAME}.sh", lambda: learn(args))
+    return run(f"{NAME}.sh", lambda: learn(args), resumes=True)

@@ -129,4 +129,4 @@ def ablate(args):
 
 def main(arguments=None):
     """Run the command and return its exit status."""
-    return command.run("ablation.sh", lambda: ablate(parse(arguments)))
+    return command.run("ablation.sh", lambda: ablate(parse(arguments)), resumes=True)

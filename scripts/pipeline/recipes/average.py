@@ -120,4 +120,4 @@ def main(arguments=None):
         save(average_checkpoints(paths), args.output)
         print(f"{args.output}: the average of {' '.join(map(str, paths))}")
 
-    return command.run("average_checkpoints.py", body, again="")
+    return command.run("average_checkpoints.py", body)

@@ -131,4 +131,4 @@ def once(folder, script, words, where):
 
 def main(arguments=None):
     """Run the command and return its exit status."""
-    return command.run("reproduce.sh", lambda: reproduce(parse(arguments)))
+    return command.run("reproduce.sh", lambda: reproduce(parse(arguments)), resumes=True)
