@@ -51,12 +51,14 @@ class SimCutCriterion(label_smoothed_cross_entropy.LabelSmoothedCrossEntropyCrit
 
     def compute_loss(self, model, net_output, sample, reduce=True):
         """Return ``(loss, nll_loss)``: sums over the tokens or, without `reduce`, one for each."""
-        loss, nll_loss = super().compute_loss(model, net_output, sample, reduce)
+        lprobs, target = self.get_lprobs_and_target(model, net_output, sample)
+        loss, nll_loss = label_smoothed_cross_entropy.label_smoothed_nll_loss(
+            lprobs, target, self.eps, self.padding_idx, reduce
+        )
         if model.training and self.simcut_alpha > 0:
             refuse_second_pass(model)
             with embeddings_cut(model, self.simcut_cutoff):
                 cut_output = model(**sample["net_input"])
-            lprobs, target = self.get_lprobs_and_target(model, net_output, sample)
             cut_lprobs, _ = self.get_lprobs_and_target(model, cut_output, sample)
             divergence = F.kl_div(cut_lprobs, lprobs, reduction="none", log_target=True)
             divergence = divergence.sum(dim=-1, keepdim=True)
@@ -67,12 +69,9 @@ class SimCutCriterion(label_smoothed_cross_entropy.LabelSmoothedCrossEntropyCrit
 
 def refuse_second_pass(model):
     """Raise ValueError for a model whose parameters torch lets take part in one pass alone."""
-    if not torch.distributed.is_initialized():
-        return
-    parts = list(model.modules())
-    if any(isinstance(part, DistributedDataParallel) for part in parts) and any(
-        hasattr(part, "precheckpoint_forward") for part in parts
-    ):
+    parts = list(model.modules()) if torch.distributed.is_initialized() else []
+    shared = any(isinstance(part, DistributedDataParallel) for part in parts)
+    if shared and any(hasattr(part, "precheckpoint_forward") for part in parts):
         raise ValueError(
             "--ddp-backend: expected legacy_ddp for SimCut with --checkpoint-activations, got "
             "pytorch_ddp"
