@@ -41,9 +41,7 @@ class Plan(NamedTuple):
     file: str = "talk_conv.cu"
 
 
-def plan_forward(
-    dtype, aligned, shared_memory, T, B, C, H, max_left, max_right, float32_offsets=False
-):
+def plan_forward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right, float32_offsets):
     """Plan the forward pass, for blocks with up to `shared_memory` bytes."""
     name, heads, R = NAMES[dtype], B * H, C // H
     numbers = _numbers(T, B, C, H, max_left, max_right, float32_offsets)
@@ -89,9 +87,7 @@ def plan_forward(
     return Plan({"tile": _TILE, "units": units} | numbers, workspace, launches)
 
 
-def plan_backward(
-    dtype, aligned, shared_memory, T, B, C, H, max_left, max_right, float32_offsets=False
-):
+def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right, float32_offsets):
     """Plan the backward pass, for blocks with up to `shared_memory` bytes."""
     name, R, heads = NAMES[dtype], C // H, B * H
     numbers = _numbers(T, B, C, H, max_left, max_right, float32_offsets)

@@ -449,7 +449,7 @@ def test_plans_keep_within_the_shared_memory(dtype, shared_memory):
         for R, aligned in ((64, True), (16, True), (64, False)):
             for size in range(0, 300, 3):
                 for windows in ((size, size), (size, 0)):
-                    sizes = (5000, 2, 2 * R, 2, *windows)
+                    sizes = (5000, 2, 2 * R, 2, *windows, False)
                     launches = plan(dtype, aligned, shared_memory * 1024, *sizes).launches
                     assert max(launch[3] for launch in launches) <= shared_memory * 1024, sizes
 
@@ -457,15 +457,15 @@ def test_plans_keep_within_the_shared_memory(dtype, shared_memory):
 def test_shapes_beyond_a_grid():
     for plan in (cuda_plan.plan_forward, cuda_plan.plan_backward):
         with pytest.raises(ValueError, match=r"x: expected at most [\d,]+ time steps on CUDA"):
-            plan(torch.float32, True, SHARED_MEMORY, 2**25, 1, 64, 1, 3, 3)
+            plan(torch.float32, True, SHARED_MEMORY, 2**25, 1, 64, 1, 3, 3, False)
     for plan in (cuda_plan.plan_short_forward, cuda_plan.plan_short_backward):
         with pytest.raises(ValueError, match=r"x: expected at most [\d,]+ time steps on CUDA"):
             plan(torch.float32, True, SHARED_MEMORY, 2**31 - 8, 1, 64, 8, 7)
         plan(torch.float32, True, SHARED_MEMORY, 2**31 - 256, 1, 64, 8, 7)
     with pytest.raises(ValueError, match="x: expected at most 65,535 blocks along a side"):
-        cuda_plan.plan_forward(torch.float32, True, SHARED_MEMORY, 1, 1, 2**22, 1, 3, 3)
+        cuda_plan.plan_forward(torch.float32, True, SHARED_MEMORY, 1, 1, 2**22, 1, 3, 3, False)
     with pytest.raises(ValueError, match="x: expected less than 4 GiB a time step"):
-        cuda_plan.plan_backward(torch.float32, True, SHARED_MEMORY, 9, 2**24, 64, 1, 3, 3)
+        cuda_plan.plan_backward(torch.float32, True, SHARED_MEMORY, 9, 2**24, 64, 1, 3, 3, False)
 
 
 @pytest.mark.parametrize("which", range(2))  # dout, x

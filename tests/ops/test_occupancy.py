@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 def test_blocks_a_multiprocessor_holds(plan, blocks, warps, dtype, figure):
     """With fewer of them, a multiprocessor of an H100 waits more for memory."""
-    planned = plan(dtype, True, SHARED_MEMORY, 10_000, 10, 1024, 16, 31, 31)
+    planned = plan(dtype, True, SHARED_MEMORY, 10_000, 10, 1024, 16, 31, 31, False)
     launch, _, threads, shared = planned.launches[-1]
     kernel = kernels("talk_conv.cu", NAMES[dtype])[launch]
     figure(
