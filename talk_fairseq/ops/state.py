@@ -117,8 +117,7 @@ class ShortConvState(_Ring):
     __slots__ = ()
 
     def __init__(self, B, C, K, dtype=torch.float32, device="cpu"):
-        if K < 1:
-            raise ValueError(f"K: expected at least 1 tap, got {K}")
+        K = whole_tokens("K", K, least=1)
         super().__init__(torch.zeros(K, B, C, dtype=compute_dtype(dtype), device=device))
 
 

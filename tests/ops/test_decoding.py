@@ -195,7 +195,7 @@ def test_states_of_two_devices_are_reordered_on_their_own():
 
 
 def test_a_state_has_a_tap():
-    with pytest.raises(ValueError, match="K: expected at least 1 tap, got 0"):
+    with pytest.raises(ValueError, match="K: expected a whole number of tokens >= 1, got 0"):
         ShortConvState(2, 4, 0)
 
 
