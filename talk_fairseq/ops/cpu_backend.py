@@ -194,10 +194,9 @@ def _run(kernel, rows, offset_left, offset_right, max_left, max_right, *argument
     reaches = _reaches(offset_left, offset_right, max_left, max_right, T)
     scale = 1.0 / (max_left + max_right + 1)
     chunk = min(T, max(_CHUNK, 4 * (max_left + max_right + 1)))
-    threads = torch.get_num_threads() if x.size >= _SERIAL else 1
     group = max(1, min(H, _SLAB // R))
     tasks = B * -(-H // group) * -(-T // chunk)
-    threads = min(threads, tasks)
+    threads = min(torch.get_num_threads(), tasks) if x.size >= _SERIAL else 1
     # A power of two, so that a row's place in the ring is a mask rather than a division.
     span = 1 << min(sum(reaches[2:]) + 2, T + 1).bit_length()
     ring = _empty((threads, span, group * R))
