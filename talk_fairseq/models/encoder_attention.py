@@ -104,17 +104,9 @@ class EncoderAttention(MultiheadAttention):
         q = q.permute(1, 3, 0, 2, 4).reshape(N * H, T * k, R)
         scores = torch.bmm(q, keys.view(N * H, R, S)).view(N, H, T, k, S)
         if self.aligns:
-            if (left := state["distances"].shape[2]) < T:
-                # Also for the next steps: on a GPU, each launch that a step saves makes it faster.
-                count = T if incremental_state is None else T + _STEPS
-                positions = state["positions"] + left
-                steps = torch.arange(count, device=q.device).view(-1, 1, 1)
-                state["distances"] = (positions - steps).abs()
-                state["positions"] = positions - count
             # The result is in float32, also for 16-bit scores.
-            distances = state["distances"][:, :, :T]
+            distances = _take_distances(state, T, 0 if incremental_state is None else _STEPS)
             scores = torch.addcmul(scores, self.slopes, distances, value=-1)
-            state["distances"] = state["distances"][:, :, T:]
         if padding is not None:
             scores = scores.masked_fill(padding[:, None, None, None], -math.inf)
         weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
@@ -127,10 +119,11 @@ class EncoderAttention(MultiheadAttention):
         return self.out_proj(out), weights if need_head_weights else weights.mean(dim=0)
 
     def _encoder_state(self, key, value, key_padding_mask):
-        """Return keys (N, H, R, S), which few queries read fastest so, values (N, H, S, R), padding
-        (N, S) or None; if it aligns, the distances (N, 1, any, 1, S) of the next queries, and
-        positions (N, 1, 1, 1, S) relative to the query after these. All are tensors, as fairseq's
-        own decoders reorder each entry.
+        """Return what is computed once of the encoder's output. All are tensors, or None.
+
+        They are keys (N, H, R, S), which few queries read fastest so, values (N, H, S, R), padding
+        (N, S); if it aligns, the distances (N, 1, any, 1, S) of the next queries, and positions
+        (N, 1, 1, 1, S) relative to the query after these. fairseq's decoders reorder each entry.
         """
         if self.copies:
             key, tokens = key.chunk(2, dim=-1)
@@ -150,6 +143,19 @@ class EncoderAttention(MultiheadAttention):
             state["positions"] = (real.cumsum(1) - 1).float().view(N, 1, 1, 1, S)
             state["distances"] = state["positions"][:, :, :0]
         return {"keys": (self.scaling * keys).permute(1, 2, 3, 0).contiguous(), **state}
+
+
+def _take_distances(state, T, more):
+    """Return the distances (N, 1, T, 1, S) of the next T queries, and take them off `state`."""
+    if (left := state["distances"].shape[2]) < T:
+        # Of `more` queries at once: on a GPU, each launch that a step saves makes it faster.
+        positions = state["positions"] + left
+        steps = torch.arange(T + more, device=positions.device).view(-1, 1, 1)
+        state["distances"] = (positions - steps).abs()
+        state["positions"] = positions - (T + more)
+    distances = state["distances"]
+    state["distances"] = distances[:, :, T:]
+    return distances[:, :, :T]
 
 
 class SharingEncoder:
