@@ -133,7 +133,8 @@ class TaLKConv(_RetainsDropout):
         return (
             f"{self.channels}, heads={self.heads}, max_left={self.max_left}, "
             f"max_right={self.max_right}, offset_dropout={self.offset_dropout}, "
-            f"normalize={self.normalize}, root_normalize={self.root_normalize}"
+            f"normalize={self.normalize}, spread_windows={self.windows is not None}, "
+            f"root_normalize={self.root_normalize}"
         )
 
     def predict_offsets(self, x):

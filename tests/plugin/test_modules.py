@@ -100,6 +100,11 @@ def test_spread_offsets_begin_between_nothing_and_the_largest_window(heads):
         assert pairs.amax(1).min() > 0.87 and pairs.amin(1).max() < 0.02
 
 
+def test_windows_of_their_own_are_told():
+    assert "spread_windows=True" in repr(TaLKConv(8, 4, 15, spread_windows=True))
+    assert "spread_windows=False" in repr(TaLKConv(8, 4, 15))
+
+
 @pytest.mark.parametrize("max_right", [0, 9])
 @pytest.mark.parametrize("root_normalize", [False, True])
 def test_heads_with_largest_windows_of_their_own(max_right, root_normalize):
