@@ -41,7 +41,9 @@
 
 // For one storage type X: kernels that move N channels at a time, or FEW in talk_forward and
 // talk_update (`wide`: that number divides R, and rows are aligned), kernels for any R (`narrow`),
-// and kernels that do not depend on that number.
+// and kernels that do not depend on that number. A backward pass has two more: `slim`, wide with few
+// lanes, for heads of at most 4 N channels, and `small`, in blocks of 128 threads, for sequences of
+// a few rows.
 #define TALK_WIDTH(type, X, N, FEW)                                                                \
     TALK_KERNEL(talk_forward, type, Problem, MAX_THREADS, sizeof(X) == 8 ? 1 : 2,                  \
                 (forward<X, FEW>(p)))                                                              \

@@ -155,7 +155,7 @@ def _empty(size, device):
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-_empty_like = torch.empty_like
+_empty_like = torch.empty_like  # The tests replace this, as `_empty` of cpu_backend.
 
 
 _thread = threading.local()

@@ -29,7 +29,7 @@ class _Ring:
     there are more sequences than ever before.
 
     Attributes:
-        rows: (L, columns, C).
+        rows: (L, columns, C); at least as many columns as there are sequences, B.
         origin: (L, B) int32, the column of `rows` that holds a slot of each sequence, or None for
             its own. A beam search moves these numbers instead of rows.
         steps: the number of steps so far; from 2 L on, a smaller number with the same slot.
