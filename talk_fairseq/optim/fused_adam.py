@@ -47,7 +47,7 @@ class FusedAdam(torch.optim.Optimizer):
             same = collections.defaultdict(list)
             for p in group["params"]:
                 if p.grad is not None:
-                    same[self._count(p), p.device, p.dtype].append(p)
+                    same[self._begin_update(p), p.device, p.dtype].append(p)
             for (step, _, dtype), params in same.items():
                 # 16-bit parameters are widened for the kernel: some at a time, to save memory.
                 size = _WIDENED if dtype.itemsize == 2 else len(params)
@@ -55,8 +55,8 @@ class FusedAdam(torch.optim.Optimizer):
                     self._update(params[first : first + size], step, group)
         return loss
 
-    def _count(self, p):
-        """Return the number of this update of `p`, with a state in float32 (or float64)."""
+    def _begin_update(self, p):
+        """Make the state of `p` float32 (or float64), and return the number of this update."""
         if p.grad.is_sparse:
             raise RuntimeError("gradients: expected dense ones, got a sparse one")
         state = self.state[p]

@@ -114,8 +114,8 @@ def build_batches(args):
     batches = pairs.batch_by_size(
         pairs.ordered_indices(), max_tokens=args.max_tokens, required_batch_size_multiple=8
     )
-    spread = (len(batches) * (2 * i + 1) // (2 * args.batches) for i in range(args.batches))
-    return [pairs.collater([pairs[i] for i in batches[place]]) for place in spread]
+    places = (len(batches) * (2 * i + 1) // (2 * args.batches) for i in range(args.batches))
+    return [pairs.collater([pairs[i] for i in batches[place]]) for place in places]
 
 
 def measure(precision, batches, args, report):

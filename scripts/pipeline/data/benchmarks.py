@@ -65,9 +65,9 @@ def fits(check):
 def describe(benchmark):
     """Return what is prepared out of what, how many lines that is, and where to get it."""
     sizes = ", ".join(f"{split} {counts[0]:,}" for split, counts in benchmark.lines.items())
-    text = f"{benchmark.text} Published lines: {sizes}. {benchmark.elsewhere}"
+    what = f"{benchmark.text} Published lines: {sizes}. {benchmark.elsewhere}"
     hosts = "\n  ".join(["--download takes the archives from", *benchmark.archives])
-    return textwrap.fill(text, 100, break_on_hyphens=False) + "\n\n" + hosts
+    return textwrap.fill(what, 100, break_on_hyphens=False) + "\n\n" + hosts
 
 
 def archives_of(files, benchmark):
