@@ -118,16 +118,29 @@ class TaLKConv(_RetainsDropout):
         self.channels, self.heads = channels, heads
         self.offset_dropout, self.normalize = offset_dropout, normalize
         self.root_normalize = root_normalize
-        sides = [self.max_left] if max_right == 0 else [self.max_left, self.max_right]
-        self.offsets = nn.Linear(channels, len(sides) * heads)
+        sides = 1 if self.max_right == 0 else 2
+        self.offsets = nn.Linear(channels, sides * heads)
         nn.init.xavier_uniform_(self.offsets.weight)
         nn.init.zeros_(self.offsets.bias)
         if spread:
             with torch.no_grad():
-                self.offsets.bias.copy_(_spread_biases(heads, len(sides)))
+                self.offsets.bias.copy_(_spread_biases(heads, sides))
         # Integers stay exact in a model of float16, and out of averages: they follow from options.
-        windows = [_head_windows(heads, side) for side in sides] if spread_windows else None
-        self.register_buffer("windows", windows and torch.cat(windows), persistent=False)
+        windows = self._largest_windows() if spread_windows else None
+        self.register_buffer("windows", windows, persistent=False)
+
+    def _largest_windows(self):
+        """Return the largest windows of the heads: to the left and, if not causal, to the right."""
+        sides = (self.max_left, self.max_right) if self.max_right else (self.max_left,)
+        return torch.cat([_head_windows(self.heads, side) for side in sides])
+
+    def _apply(self, fn, recurse=True):
+        """Also fill in windows that leave the meta device (`to_empty`): no checkpoint has them."""
+        unmade = self.windows is not None and self.windows.is_meta
+        super()._apply(fn, recurse)
+        if unmade and not self.windows.is_meta:
+            self.windows.copy_(self._largest_windows())
+        return self
 
     def extra_repr(self):
         return (

@@ -133,21 +133,26 @@ def require_multi_model(original, self, args, *more, **kwargs):
     return original(self, args, *more, **kwargs)
 
 
+@patches_command("generate", "main")
 @patches("fairseq.distributed.utils", "call_main")
-def end_commands_in_one_line(original, cfg, main, **kwargs):
+def end_commands_in_one_line(original, *args, **kwargs):
     """End a command with the message alone where this package refuses its options.
 
-    That is a ValueError that a patch raises, or that anything here raises while the task, the model
-    or the criterion is built. ``fairseq-hydra-train`` and callers from Python get the error
-    itself. Without it: some fifty lines of traceback stand before the message.
+    That is a ValueError that a patch raises, or that anything here raises while the task, the
+    model, the criterion or the generator is built. ``fairseq-hydra-train`` and callers from Python
+    get the error itself. ``fairseq-generate`` calls its main without ``call_main``. Without it:
+    some fifty lines of traceback stand before the message.
     """
     try:
-        return original(cfg, main, **kwargs)
+        return original(*args, **kwargs)
     except ValueError as error:
         frames = traceback.extract_tb(error.__traceback__)
-        building = any(f.name in ("setup_task", "build_model", "build_criterion") for f in frames)
+        builders = {"setup_task", "build_model", "build_criterion", "build_generator"}
+        building = any(frame.name in builders for frame in frames)
         compat = Path(__file__).parent
         refused = Path(frames[-1].filename).is_relative_to(compat.parent if building else compat)
-        if not refused or command_module("hydra_train"):
+        callers = {frame.name for frame in traceback.extract_stack()}
+        command = original.__name__ == "call_main" or "cli_main" in callers
+        if not refused or command_module("hydra_train") or not command:
             raise
         sys.exit(f"{type(error).__name__}: {error}")

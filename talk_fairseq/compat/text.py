@@ -79,7 +79,8 @@ def check_corpora_first(original, args):
 def name_flags_that_limit_lengths(original, self, *args, **kwargs):
     """Name the flags to raise where a sentence is over the maximum length.
 
-    Without it: the error names no flag but one to skip such sentences.
+    A trained model keeps its maximum whatever the flags are; ``--model-overrides`` changes that of
+    sinusoidal positions. Without it: the error names no flag but one to skip such sentences.
     """
     try:
         return original(self, *args, **kwargs)
@@ -87,7 +88,8 @@ def name_flags_that_limit_lengths(original, self, *args, **kwargs):
         if type(error) is not Exception:
             raise
         flags = "--max-source-positions, --max-target-positions or --tokens-per-sample"
-        raise ValueError(f"{str(error).rstrip('.')}, or raise {flags}") from None
+        trained = "of a trained model in --model-overrides, as \"{'max_source_positions': N}\""
+        raise ValueError(f"{str(error).rstrip('.')}, or raise {flags} ({trained})") from None
 
 
 @patches("fairseq.modules.learned_positional_embedding.LearnedPositionalEmbedding", "__call__")

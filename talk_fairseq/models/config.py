@@ -4,6 +4,7 @@ They are flat, since a nested config works from YAML but not from flags.
 """
 
 import argparse
+import ast
 import re
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Any, Optional
@@ -191,3 +192,34 @@ def window_list(name, windows, layers):
             f"{name}: expected {layers} windows, one a layer, got {len(given)}: {given}"
         )
     return list(given)
+
+
+def cutoff_list(name, cutoff, dim, factor, words):
+    """Return ``"20000,60000"`` or ``[20000, 60000]`` as ints; None for None and ``""``.
+
+    Raises ValueError, naming `name`, unless the cutoffs rise, end within the dictionary of
+    `words` words, and leave at least one of `dim` dimensions to the last band.
+    """
+    if cutoff is None or cutoff == "":  # a flag cannot say None to an arch
+        return None
+    try:
+        given = ast.literal_eval(f"[{cutoff}]") if isinstance(cutoff, str) else list(cutoff)
+    except (SyntaxError, TypeError, ValueError):
+        given = []
+    if (
+        not given
+        or any(type(point) is not int for point in given)
+        or [0, *given] != sorted({0, *given})
+        or given[-1] > words
+    ):
+        raise ValueError(
+            f"{name}: expected rising cutoffs such as '200,600', "
+            f"at most the {words} words of the dictionary, got {cutoff!r}"
+        )
+    bands = len(given) + (given[-1] < words)
+    if dim // factor ** (bands - 1) < 1:
+        raise ValueError(
+            f"{name}: expected at least one dimension for the last of {bands} bands, "
+            f"got {dim} // {factor:g} ** {bands - 1}"
+        )
+    return given

@@ -11,7 +11,13 @@ from fairseq.modules.quant_noise import quant_noise
 
 from talk_fairseq.models import encoder_attention
 from talk_fairseq.models.archs import TALKCONV, register_archs
-from talk_fairseq.models.config import TaLKConvConfig, add_flags, nested_config, set_windows
+from talk_fairseq.models.config import (
+    TaLKConvConfig,
+    add_flags,
+    cutoff_list,
+    nested_config,
+    set_windows,
+)
 from talk_fairseq.models.pruning import prune_parameters
 from talk_fairseq.models.released import rename_parameters
 from talk_fairseq.modules import TaLKConvUnit
@@ -178,6 +184,13 @@ class TaLKConvModel(TaLKConvModelBase, transformer.TransformerModelBase):
         cfg = nested_config(cfg, TaLKConvConfig)
         if cfg.align_attention:
             encoder_attention.check_padding_of_targets(task)
+        cfg.adaptive_softmax_cutoff = cutoff_list(
+            "adaptive_softmax_cutoff",
+            cfg.adaptive_softmax_cutoff,
+            cfg.decoder.output_dim,
+            cfg.adaptive_softmax_factor,
+            len(task.target_dictionary),
+        )
         for name in ("share_all_embeddings", "share_decoder_input_output_embed",
                      "merge_src_tgt_embed", "tie_adaptive_weights"):  # fmt: skip
             if cfg.adaptive_softmax_cutoff is not None and getattr(cfg, name):

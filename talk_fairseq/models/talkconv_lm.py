@@ -10,7 +10,13 @@ from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 
 from talk_fairseq.models.archs import TALKCONV_LM, register_archs
-from talk_fairseq.models.config import TaLKConvUnitConfig, nested_config, option, set_windows
+from talk_fairseq.models.config import (
+    TaLKConvUnitConfig,
+    cutoff_list,
+    nested_config,
+    option,
+    set_windows,
+)
 from talk_fairseq.models.talkconv import TaLKConvDecoder, TaLKConvModelBase
 
 
@@ -33,37 +39,6 @@ class TaLKConvLanguageModelConfig(TaLKConvUnitConfig, TransformerLanguageModelCo
 
 
 # --- Embeddings: plain, adaptive (Baevski & Auli, 2019) or of characters ---
-
-
-def cutoff_list(name, cutoff, dim, factor, words):
-    """Return ``"20000,60000"`` or ``[20000, 60000]`` as ints; None for None and ``""``.
-
-    Raises ValueError, naming `name`, unless the cutoffs rise, end within the dictionary of
-    `words` words, and leave at least one of `dim` dimensions to the last band.
-    """
-    if cutoff is None or cutoff == "":  # a flag cannot say None to an arch
-        return None
-    try:
-        given = ast.literal_eval(f"[{cutoff}]") if isinstance(cutoff, str) else list(cutoff)
-    except (SyntaxError, TypeError, ValueError):
-        given = []
-    if (
-        not given
-        or any(type(point) is not int for point in given)
-        or [0, *given] != sorted({0, *given})
-        or given[-1] > words
-    ):
-        raise ValueError(
-            f"{name}: expected rising cutoffs such as '200,600', "
-            f"at most the {words} words of the dictionary, got {cutoff!r}"
-        )
-    bands = len(given) + (given[-1] < words)
-    if dim // factor ** (bands - 1) < 1:
-        raise ValueError(
-            f"{name}: expected at least one dimension for the last of {bands} bands, "
-            f"got {dim} // {factor:g} ** {bands - 1}"
-        )
-    return given
 
 
 def filter_list(filters):

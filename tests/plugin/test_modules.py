@@ -369,3 +369,14 @@ def test_a_mask_of_another_shape_is_refused(shape):
 def test_a_two_sided_module_cannot_step():
     with pytest.raises(ValueError, match="expected a causal module, got max_right = 2"):
         TaLKConv(8, 2, 3, 2).step(torch.randn(1, 1, 8))
+
+
+def test_windows_of_heads_survive_the_meta_device():
+    options = dict(heads=4, max_left=5, max_right=3, spread_windows=True)
+    made = TaLKConv(12, **options)
+    with torch.device("meta"):
+        empty = TaLKConv(12, **options)
+    empty.to_empty(device="cpu").load_state_dict(made.state_dict())
+    assert torch.equal(empty.windows, made.windows)
+    x = torch.randn(9, 2, 12)
+    assert torch.equal(empty(x), made(x))

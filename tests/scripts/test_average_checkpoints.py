@@ -134,8 +134,12 @@ def test_too_few_files_name_the_pattern(tmp_path, refusal):
     line = refusal(tmp_path, "--last-epochs", 2)
     assert r"2 files like checkpoint(\d+)\.pt" in line and line.endswith("got 1")
     assert r"checkpoint_\d+_(\d+)\.pt" in refusal(tmp_path, "--last-updates", 1)
-    line = refusal(tmp_path, "--last-epochs", 0)
-    assert "expected 0 files like checkpoint" in line
+
+
+def test_the_last_of_no_files_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(tmp_path, tmp_path, "--last-epochs", 0)
+    assert "--last-epochs: expected at least 1, got 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,13 @@ def test_a_run_that_does_not_go_on_does_not_say_so(tmp_path, capsys, monkeypatch
     assert capsys.readouterr().err.splitlines()[-1] == "synthetic.sh: interrupted"
 
 
+def test_an_output_that_cannot_be_written_is_refused_before_training(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(synthetic, "measure", lambda *_: pytest.fail("it trains"))
+    (tmp_path / "file").touch()
+    assert synthetic.main(["--output", str(tmp_path / "file" / "synthetic")]) == 1
+    assert str(tmp_path / "file") in capsys.readouterr().err
+
+
 def test_no_training_sees_what_is_scored(monkeypatch):
     """Sequences are other ones, in training, in validation and for each seed of a score."""
     drawn = []

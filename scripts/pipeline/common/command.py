@@ -22,10 +22,9 @@ class Failed(Exception):
 def run(name, body, unusable=BadInput, resumes=False):
     """Run ``body()`` as the command `name`, such as ``"compare.sh"``, and return its exit status.
 
-    That is what `body` returns (None is 0); 2 for input that cannot be used, 1 for what failed on
-    the way, and 130 for Ctrl-C, each with a message that begins with the name, and says after
-    Ctrl-C if the command `resumes`. The exceptions `unusable` are of input; their message is put on
-    one line.
+    That is what `body` returns (None is 0); 2 for input that cannot be used, which the exceptions
+    `unusable` say in one line; 1 for what failed on the way; 130 for Ctrl-C. Messages begin with
+    the name. After Ctrl-C, one says to run the command again if it `resumes`.
     """
     try:
         return body() or 0

@@ -176,6 +176,8 @@ def parse(arguments=None):
 
 def compare(args, systems):
     """Train and score all that was asked for."""
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=args.output.parent).close()  # fails before a training, not after
     torch.set_num_threads(1)  # the models are so small that more cost time
     results = {name: {} for name in args.systems}
     record = {"machine": machine("cpu"), "steps": args.steps, "lr": args.lr, "systems": results}

@@ -333,7 +333,7 @@ def candidates_of(evaluation):
         there = len(checkpoint_paths(evaluation.checkpoints, pattern))
         counts = [count for count in AVERAGES if count <= max(1, there)]
         values["average"] = [evaluation.average, *counts]
-    generation = GenerationConfig(**evaluation.config.get("generation", {}))
+    generation = GenerationConfig(**(evaluation.config.get("generation") or {}))
     if evaluation.target is not None:
         values["generation.lenpen"] = [generation.lenpen, *LENPENS]
     if evaluation.benchmark == "cnn_dm":

@@ -219,9 +219,8 @@ def plan(args, has_data=True):
             }
 
     words = torchrun(args, name, save_dir, devices) if processes > 1 or args.restarts else []
-    words.append(PROGRAMS / "fairseq-hydra-train")
-    path = configs.find_config(args.name)[1]
-    words += ["--config-dir", path.parent, "--config-name", path.stem]
+    path, program = configs.find_config(args.name)[1], PROGRAMS / "fairseq-hydra-train"
+    words += [program, "--config-dir", path.parent, "--config-name", path.stem]
     settings = [f"{key}={value}" for key, value in options.items()]
     # Paths stand among the settings: Hydra runs fairseq in the folder of the run.
     paths = ("common.user_dir", "task.data", "checkpoint.save_dir")

@@ -246,3 +246,10 @@ def test_two_processes_resume_one(data, trained, tmp_path):
     assert done.returncode == 0, done.stdout[-3000:]
     assert "training on 2 devices" in done.stdout and "Loaded checkpoint" in done.stdout
     assert (tmp_path / "checkpoint3.pt").exists()
+
+
+def test_generate_refuses_options_in_one_line(data):
+    flags = ["--task=talk_summarization", "--max-source-positions=1", "--path=none.pt"]
+    status, printed = fairseq_commands.run("generate", data, *flags, "--user-dir", PLUGIN)
+    assert status == 1 and "Traceback" not in printed
+    assert printed.strip().endswith("max_source_positions: expected at least 2, got 1")
