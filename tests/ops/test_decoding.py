@@ -348,12 +348,13 @@ def test_compiled():
 
 
 def test_compiled_steps_are_compiled_anew():
-    """PyTorch takes the number of steps in the state for a constant."""
+    """PyTorch takes the number of steps in the state for a constant; 2.6 compiles no state."""
     torch.compiler.reset()
     compiled = torch.compile(talk_conv_update, backend="eager", fullgraph=True)
     x, offset = example(20, 2, 2, 3)
     state = TaLKConvState(2, 6, 30)
-    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+    errors = torch._dynamo.exc.FailOnRecompileLimitHit, torch._dynamo.exc.Unsupported
+    with pytest.raises(errors[torch.__version__.startswith("2.6.")]):
         for step in zip(x.split(1), offset.split(1)):
             compiled(*step, state, 5)
 
