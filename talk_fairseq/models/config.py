@@ -194,6 +194,12 @@ def window_list(name, windows, layers):
     return list(given)
 
 
+def set_cutoffs(cfg, part, dim, words):
+    """Make ``adaptive_PART_cutoff`` of `cfg` what `cutoff_list` returns (input or softmax)."""
+    name, factor = f"adaptive_{part}_cutoff", getattr(cfg, f"adaptive_{part}_factor")
+    setattr(cfg, name, cutoff_list(name, getattr(cfg, name), dim, factor, words))
+
+
 def cutoff_list(name, cutoff, dim, factor, words):
     """Return ``"20000,60000"`` or ``[20000, 60000]`` as ints; None for None and ``""``.
 

@@ -14,8 +14,8 @@ from talk_fairseq.models.archs import TALKCONV, register_archs
 from talk_fairseq.models.config import (
     TaLKConvConfig,
     add_flags,
-    cutoff_list,
     nested_config,
+    set_cutoffs,
     set_windows,
 )
 from talk_fairseq.models.pruning import prune_parameters
@@ -184,13 +184,7 @@ class TaLKConvModel(TaLKConvModelBase, transformer.TransformerModelBase):
         cfg = nested_config(cfg, TaLKConvConfig)
         if cfg.align_attention:
             encoder_attention.check_padding_of_targets(task)
-        cfg.adaptive_softmax_cutoff = cutoff_list(
-            "adaptive_softmax_cutoff",
-            cfg.adaptive_softmax_cutoff,
-            cfg.decoder.output_dim,
-            cfg.adaptive_softmax_factor,
-            len(task.target_dictionary),
-        )
+        set_cutoffs(cfg, "softmax", cfg.decoder.output_dim, len(task.target_dictionary))
         for name in ("share_all_embeddings", "share_decoder_input_output_embed",
                      "merge_src_tgt_embed", "tie_adaptive_weights"):  # fmt: skip
             if cfg.adaptive_softmax_cutoff is not None and getattr(cfg, name):

@@ -12,9 +12,9 @@ from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 from talk_fairseq.models.archs import TALKCONV_LM, register_archs
 from talk_fairseq.models.config import (
     TaLKConvUnitConfig,
-    cutoff_list,
     nested_config,
     option,
+    set_cutoffs,
     set_windows,
 )
 from talk_fairseq.models.talkconv import TaLKConvDecoder, TaLKConvModelBase
@@ -140,12 +140,8 @@ class TaLKConvLanguageModel(TaLKConvModelBase, FairseqLanguageModel):
         words = len(task.source_dictionary), len(task.target_dictionary)
         if not cfg.adaptive_input:
             cfg.adaptive_input_cutoff = None
-        for part, dim, size in (
-            ("input", cfg.decoder.input_dim, words[0]),
-            ("softmax", cfg.decoder.output_dim, words[1]),
-        ):
-            name, factor = f"adaptive_{part}_cutoff", getattr(cfg, f"adaptive_{part}_factor")
-            setattr(cfg, name, cutoff_list(name, getattr(cfg, name), dim, factor, size))
+        set_cutoffs(cfg, "input", cfg.decoder.input_dim, words[0])
+        set_cutoffs(cfg, "softmax", cfg.decoder.output_dim, words[1])
         check_embeddings(cfg, *words)
         embed_tokens = build_embeddings(cfg, task.source_dictionary)
         decoder = TaLKConvDecoder(cfg, task.target_dictionary, embed_tokens, no_encoder_attn=True)

@@ -194,9 +194,10 @@ def test_states_of_two_devices_are_reordered_on_their_own():
     assert [state.origin.device.type for state in states] == ["cpu", "meta", "cpu"]
 
 
-def test_a_state_has_a_tap():
-    with pytest.raises(ValueError, match="K: expected a whole number of tokens >= 1, got 0"):
-        ShortConvState(2, 4, 0)
+@pytest.mark.parametrize("K", [0, 2.5])
+def test_a_state_has_a_whole_number_of_taps(K):
+    with pytest.raises(ValueError, match=f"K: expected a whole number of tokens >= 1, got {K}"):
+        ShortConvState(2, 4, K)
 
 
 def test_integers_of_numpy_do_not_overflow(backend):

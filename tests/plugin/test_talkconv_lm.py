@@ -36,11 +36,11 @@ from omegaconf import OmegaConf
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from talk_fairseq.models.config import cutoff_list
 from talk_fairseq.models.talkconv import nested_config
 from talk_fairseq.models.talkconv_lm import (
     TaLKConvLanguageModel,
     TaLKConvLanguageModelConfig,
-    cutoff_list,
     filter_list,
 )
 from talk_fairseq.modules import TaLKConvUnit

@@ -95,6 +95,9 @@ def test_a_sentence_over_the_maximum(tmp_path):
     task = trainer_of(tmp_path).task
     sentences = [torch.tensor([4, 5, 2]), torch.tensor([4] * 9 + [2])]
     dataset = task.build_dataset_for_inference(sentences, [3, 10])
-    message = "max_positions=\\(8, 8\\).* or raise --max-source-positions, .* in --model-overrides"
+    message = (
+        "max_positions=\\(8, 8\\).* or raise --max-source-positions, --max-target-positions"
+        " .* in --model-overrides"
+    )
     with pytest.raises(ValueError, match=message):
         task.get_batch_iterator(dataset=dataset, max_positions=(8, 8))

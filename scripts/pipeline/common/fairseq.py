@@ -13,7 +13,7 @@ from tqdm import tqdm
 from pipeline.common.command import Failed
 from pipeline.common.folder import show
 from pipeline.common.logs import statistics
-from pipeline.common.paths import ROOT
+from pipeline.common.paths import PROGRAMS, ROOT
 
 # Threads that spin while they wait starve each other as soon as anything else runs. Memory is kept
 # instead of being handed back to the system after each tensor: a tenth faster. Matrix products are
@@ -58,8 +58,7 @@ class Commands:
     def __init__(self, on_cpu, threads=None, lock=None):
         self.environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
         self.environment |= CPU_ENVIRONMENT if on_cpu else {"CUDA_VISIBLE_DEVICES": first_gpu()}
-        programs = Path(sys.executable).parent  # `python` and fairseq's commands by their names
-        self.environment["PATH"] = f"{programs}{os.pathsep}{os.environ['PATH']}"
+        self.environment["PATH"] = f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}"
         if threads:
             self.environment.setdefault("OMP_NUM_THREADS", str(threads))
         self.inherited = [lock.fileno()] if lock else []

@@ -6,17 +6,15 @@ import hashlib
 import os
 import re
 import shlex
-import sys
-from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from pipeline.common import command
 from pipeline.common.command import BadInput, check_path
 from pipeline.common.files import write_whole
+from pipeline.common.paths import PROGRAMS
 from pipeline.recipes import config as configs
 
-PROGRAMS = Path(sys.executable).parent
 # What may change when a run goes on.
 MAY_CHANGE = configs.HARMLESS | {
     "batch_tokens",
