@@ -1,4 +1,4 @@
-"""SimCut (Gao et al., NAACL 2022): predictions that stay when embeddings of words are cut.
+"""SimCut (Gao et al., NAACL 2022): keep predictions the same when embeddings of words are cut.
 
     fairseq-train DATA --user-dir talk_fairseq --label-smoothing 0.1 \\
         --criterion label_smoothed_cross_entropy_with_simcut --simcut-alpha 3 --simcut-cutoff 0.05 …

@@ -97,7 +97,9 @@ class TaLKConvConfig(TaLKConvUnitConfig, _flat_transformer_config()):
     align_attention: bool = option(
         False, "the attention to the encoder has a learned penalty on distances between positions"
     )
-    follow_attention: bool = option(False, "with --copy-attention, begin after the last copy")
+    follow_attention: bool = option(
+        False, "with --copy-attention, begin by attending to the token after the one just copied"
+    )
 
 
 def add_flags(parser, config):

@@ -4,10 +4,10 @@
     scripts/gpu_report.sh --minutes 30 --out somewhere
     scripts/gpu_report.sh --dry-run           say what it would do, as it does without a GPU
 
-Needs torch, CuPy, NumPy and pytest, and no set-up of the checkout. What needs more is left out, and
-the page says so. The stages run in turn, the most telling first, each in a process of its own: one
-that fails, or that a broken kernel hangs, is stopped and recorded, and the next one runs. A stage
-has a share of the time that is left; what it does not take is for those that follow.
+Needs torch, CuPy, NumPy and pytest, and no set-up of the checkout. Stages that need more are left
+out, and the page says so. The stages run in turn, the most telling first, each in a process of its
+own. If a stage fails, or hangs in a broken kernel, it is stopped and recorded, and the next one
+runs. Each has a share of the time that is left, and leaves what it does not use to the next ones.
 
 Writes report.json and report.md after each stage. What a stage prints is in NAME.log as it comes,
 and what a benchmark measures in NAME.json.

@@ -1,8 +1,8 @@
 """Print tables 2 to 5 and 7 of the TaLK paper, with the scores of results/ beside the paper's.
 
-The paper's scores, also of the peers, are those in the headers of configs/. Measured is the last
-result of a recipe as it is, on the published data; results with other settings are listed below the
-tables, not in them.
+The paper's scores, also of the peers, come from the headers of configs/. The column "measured" has
+the last result of each unchanged recipe on the published data; results with other settings are
+listed below the tables, not in them.
 """
 
 import re
