@@ -7,6 +7,7 @@ import sys
 
 import fairseq.file_chunker_utils
 
+from talk_fairseq.compat.models import end_commands_in_one_line
 from talk_fairseq.compat.patching import patches, patches_command
 
 
@@ -73,6 +74,9 @@ def check_corpora_first(original, args):
         if len(set(lines.values())) > 1:
             raise ValueError(f"expected as many lines in both languages, got {lines}")
     return original(args)
+
+
+patches_command("preprocess", "main")(end_commands_in_one_line)  # around the check
 
 
 @patches("fairseq.tasks.fairseq_task.FairseqTask", "filter_indices_by_size")

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -150,20 +149,31 @@ def test_fp16_on_a_cpu_is_one_clear_line(data, tmp_path):
     assert line == "ValueError: expected a GPU for --fp16, got a CPU: use --bf16, --amp or neither"
 
 
+def refusal_of_preprocess(corpus, out):
+    """All that fairseq-preprocess prints, and nothing is written."""
+    flags = [f"--{split}pref={corpus / split}" for split in ("train", "valid", "test")]
+    flags += ["--source-lang=de", "--target-lang=en", f"--destdir={out}", "--user-dir", PLUGIN]
+    status, printed = fairseq_commands.run("preprocess", *flags)
+    assert status == 1 and not out.exists()
+    return printed.strip()
+
+
 def test_preprocess_checks_the_corpora_before_it_writes(corpus, tmp_path):
     here, out = tmp_path / "corpus", tmp_path / "data"
     shutil.copytree(corpus, here)
     (here / "test.en").unlink()
-    assert f"No such file or directory: '{here / 'test.en'}'" in preprocess(here, out, fails=True)
-    assert not out.exists()
+    missing = f"No such file or directory: '{here / 'test.en'}'"
+    assert refusal_of_preprocess(here, out) == f"FileNotFoundError: [Errno 2] {missing}"
 
+    shutil.copy(corpus / "test.en", here)
     (here / "valid.en").write_text("w1\n")
+    lines = {f"{here}/valid.de": 20, f"{here}/valid.en": 1}
+    wanted = f"ValueError: expected as many lines in both languages, got {lines}"
+    assert refusal_of_preprocess(here, out) == wanted
+
     args = argparse.Namespace(source_lang="de", target_lang="en", only_source=False)
     vars(args).update(dict_only=False, trainpref=f"{here}/train", validpref=f"{here}/valid")
     args.testpref = None
-    lines = re.escape(f"'{here}/valid.de': 20, '{here}/valid.en': 1")
-    with pytest.raises(ValueError, match=f"as many lines in both languages, got .{lines}"):
-        text.check_corpora_first(None, args)
     args.only_source, args.validpref = True, f"{here}/train,{here}/valid"
     assert text.check_corpora_first(lambda given: given, args) is args
     args.dict_only, args.validpref = True, f"{here}/absent"  # which is not read then
