@@ -85,7 +85,7 @@ def talk_conv_update_reference(x, offset_left, sums, steps, max_left):
         # P of the last steps, this one last; P is 0 before the ring's first slot.
         older = sums[slot + 1 : -1] - sums[-1]
         prefix = torch.cat([older, torch.zeros_like(sums[:1]), sums[: slot + 1]])
-        prefix = prefix.reshape(-1, B, H, C // H)
+        prefix = prefix.reshape(len(prefix), B, H, C // H)
         whole, fraction = _split(offset[None], max_left, t, None, wide)
         fraction = torch.where(whole <= L - 3, fraction, torch.nan)
         end = (len(prefix) - 2 - whole).clamp(min=0)

@@ -361,9 +361,14 @@ def test_compiled_steps_are_compiled_anew():
 
 
 def test_nothing_to_do(backend):
+    """No steps, or no sequences; also where gradients are needed."""
     state = TaLKConvState(2, 8, 5, device=backend)
-    empty = torch.empty(0, 2, 8, device=backend)
-    assert talk_conv_update(empty, empty[..., :2], state, 5).shape == (0, 2, 8)
+    for needed in (False, True):
+        empty = torch.empty(0, 2, 8, device=backend, requires_grad=needed)
+        assert talk_conv_update(empty, empty[..., :2], state, 5).shape == (0, 2, 8)
+        none = torch.empty(3, 0, 8, device=backend, requires_grad=needed)
+        of_none = TaLKConvState(0, 8, 5, device=backend)
+        assert talk_conv_update(none, none[..., :2], of_none, 5).shape == (3, 0, 8)
     x, offset = example(20, 2, 2, 4)
     assert state.steps == 0
     check(decode(x, offset, 5, device=backend)[0], x, offset, 5)
