@@ -273,7 +273,6 @@ def test_a_tensor_that_has_left_its_transformation():
 
 @pytest.fixture(params=[dict(max_right=3), dict(), dict(short_kernel=3)], ids=str)
 def unit(request):
-    torch.manual_seed(0)
     return TaLKConvUnit(8, 2, 4, **request.param)
 
 

@@ -13,11 +13,6 @@ import oracle
 from talk_fairseq import TaLKConv, TaLKConvUnit
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def test_is_the_operator_on_its_own_offsets():
     conv = TaLKConv(12, 3, 5, 2).eval()
     x = torch.randn(20, 2, 12)
