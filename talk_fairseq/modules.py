@@ -305,9 +305,7 @@ class TaLKConvUnit(_RetainsDropout):
         conv_channels = channels if conv_channels is None else conv_channels
         self.channels, self.glu, self.input_dropout = channels, glu, input_dropout
         self.linear1 = nn.Linear(channels, 2 * conv_channels if glu else conv_channels)
-        self.short = (
-            ShortConv(conv_channels, short_kernel, max_right == 0) if short_kernel else None
-        )
+        self.short = ShortConv(conv_channels, short_kernel, not max_right) if short_kernel else None
         self.conv = self.convolution(conv_channels, heads, max_left, max_right, **options)
         self.linear2 = nn.Linear(conv_channels, channels)
         for linear in (self.linear1, self.linear2):
@@ -345,7 +343,7 @@ class TaLKConvUnit(_RetainsDropout):
         x = self.linear1(x)
         if self.glu:
             x = F.glu(x, dim=-1)
-        padding = None if key_padding_mask is None else key_padding_mask.t().unsqueeze(-1)
+        padding = None if key_padding_mask is None else key_padding_mask.bool().t().unsqueeze(-1)
         if padding is not None:
             x = x.masked_fill(padding, 0)
         buffer = self._get_input_buffer(incremental_state)

@@ -76,6 +76,8 @@ def short_conv_update(x, weight, state):
 
 def _of_one_dtype(x, weight):
     """Return `x` and `weight` in the wider of their dtypes, or raise ValueError."""
+    if weight.dim() != 2:
+        raise ValueError(f"weight: expected shape (K, C), got {tuple(weight.shape)}")
     C = weight.shape[1]
     if x.dim() != 3 or x.shape[2] != C:
         raise ValueError(f"x: expected shape (T, B, {C}) to match weight, got {tuple(x.shape)}")

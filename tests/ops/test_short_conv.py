@@ -94,6 +94,9 @@ def test_bad_arguments(device):
     for bad in (x[..., :3], x[0], x.repeat(1, 1, 3)):
         with pytest.raises(ValueError, match=r"x: expected shape \(T, B, 4\) to match weight, got"):
             short_conv(bad, weight, 1)
+    for bad in (weight[0], weight[..., None]):
+        with pytest.raises(ValueError, match=r"weight: expected shape \(K, C\), got"):
+            short_conv(x, bad, 1)
     for left in (-1, 3):
         with pytest.raises(ValueError, match=f"left: expected 0 to 2, got {left}"):
             short_conv(x, weight, left)

@@ -361,6 +361,12 @@ def test_a_mask_of_another_shape_is_refused(shape):
             TaLKConvUnit(8, 2, 3)(torch.randn(1, 2, 8), None, None, mask, state)
 
 
+def test_a_mask_of_bytes():
+    unit, x = TaLKConvUnit(8, 2, 3, short_kernel=3), torch.randn(5, 2, 8)
+    mask = torch.arange(5) >= torch.tensor([[5], [3]])
+    assert torch.equal(unit(x, None, None, mask.byte())[0], unit(x, None, None, mask)[0])
+
+
 def test_a_two_sided_module_cannot_step():
     with pytest.raises(ValueError, match="expected a causal module, got max_right = 2"):
         TaLKConv(8, 2, 3, 2).step(torch.randn(1, 1, 8))
