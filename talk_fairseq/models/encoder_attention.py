@@ -181,7 +181,7 @@ class SharingDecoder:
         """
         if encoder_out is None or not encoder_out.get("rows"):
             return encoder_out
-        if self._attention_states(incremental_state):
+        if next(self._attention_states(incremental_state), None):
             return encoder_out  # a later step: they have their keys already
         (rows,) = encoder_out["rows"]
         N = encoder_out["encoder_out"][0].shape[1]
@@ -202,7 +202,7 @@ class SharingDecoder:
         names = "self_attn", "conv"  # of a Transformer's layer and of a LightConv's
         units = (getattr(layer, name, None) for layer in self.layers.children() for name in names)
         reorder_units(units, incremental_state, new_order)
-        states = self._attention_states(incremental_state)
+        states = list(self._attention_states(incremental_state))
         if not states:
             return
         old = states[0]["sentences"]
@@ -220,10 +220,10 @@ class SharingDecoder:
             state["sentences"] = _sentences(len(kept), k, old.device)
 
     def _attention_states(self, incremental_state):
-        """Return the states of the EncoderAttention of all layers that have one by now."""
+        """Iterate over the states of the EncoderAttention of all layers that have one by now."""
         attentions = (getattr(layer, "encoder_attn", None) for layer in self.layers.children())
         states = (a._get_input_buffer(incremental_state) for a in attentions if a is not None)
-        return list(filter(None, states))
+        return filter(None, states)
 
 
 def check_padding_of_targets(task):

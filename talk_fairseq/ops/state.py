@@ -3,6 +3,7 @@
 import math
 
 import torch
+from torch.compiler import is_compiling
 
 
 def compute_dtype(dtype):
@@ -53,9 +54,8 @@ class _Ring:
             raise ValueError(f"state: expected device {x.device} to match x, got {rows.device}")
         if rows.dtype is not dtype:
             raise ValueError(f"state: expected rows in {dtype} for {x.dtype}, got {rows.dtype}")
-        # torch.compile cannot trace the question.
-        traced = torch.compiler.is_compiling()
-        if rows.is_cuda and not traced and torch.cuda.is_current_stream_capturing():
+        # torch.compile cannot trace the last question.
+        if rows.is_cuda and not is_compiling() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("state: expected no capture of a CUDA graph, which has fixed steps")
 
     def reorder(self, new_order):
@@ -133,7 +133,7 @@ def reorder_rings(states, new_order):
 
 def _reorder_on_a_device(states, new_order):
     """Do the same for states of one device, which is that of `new_order` too."""
-    device, B = new_order.device, states[0].B
+    device, B, new_B = new_order.device, states[0].B, len(new_order)
     steps = [len(state.rows) for state in states]
     origins = [state.origin for state in states]
     if any(origin is None for origin in origins):
@@ -141,6 +141,6 @@ def _reorder_on_a_device(states, new_order):
         origins = [own.expand(L, -1) if o is None else o for o, L in zip(origins, steps)]
     origins = origins[0] if len(origins) == 1 else torch.cat(origins)
     for state, origin in zip(states, origins.index_select(1, new_order).split(steps)):
-        state.origin, state.B = origin, len(new_order)
-        if state.B > state.rows.shape[1]:
+        state.origin, state.B = origin, new_B
+        if new_B > state.rows.shape[1]:
             state.settle()

@@ -100,8 +100,8 @@ def talk_conv_update(x, offset_left, state, max_left):
 def talk_conv_update_unchecked(x, offset_left, state, max_left):
     """:func:`talk_conv_update` where `x` and `offset_left` are known to fit each other."""
     state.check(x, sums_dtype(x.dtype, x.device))
-    plain = steps_are_plain(x, offset_left, state.rows)
-    if len(x) > 1 or plain:
+    S, plain = len(x), steps_are_plain(x, offset_left, state.rows)
+    if S > 1 or plain:
         # Kernels take all steps of a sequence, then those of the next: a row that they share may be
         # overwritten before both have read it. The reference knows no shared rows.
         state.settle()
@@ -115,7 +115,7 @@ def talk_conv_update_unchecked(x, offset_left, state, max_left):
             offset_left = offset_left.to(compute_dtype(x.dtype))
         x, offset_left = x.contiguous(), offset_left.contiguous()
         out = backend_of(x).update(x, offset_left, sums, state.origin, steps, max_left)
-    state.advance(len(x))
+    state.advance(S)
     return out
 
 
