@@ -138,14 +138,14 @@ def require_multi_model(original, self, args, *more, **kwargs):
 def end_commands_in_one_line(original, *args, **kwargs):
     """End a command with the message alone where this package refuses its options.
 
-    That is an error of a patch (also for a text that is not there), or a ValueError that anything
-    here raises while the task, the model, the criterion or the generator is built.
+    That is an error of a patch (also for a text that cannot be opened), or what anything here
+    raises while the task, the model, the criterion or the generator is built.
     ``fairseq-hydra-train`` and callers from Python get the error itself. ``fairseq-generate`` and
     ``fairseq-preprocess`` have no ``call_main``. Without it: fifty lines of traceback come first.
     """
     try:
         return original(*args, **kwargs)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         frames = traceback.extract_tb(error.__traceback__)
         builders = {"setup_task", "build_model", "build_criterion", "build_generator"}
         building = any(frame.name in builders for frame in frames)
