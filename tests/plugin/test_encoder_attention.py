@@ -14,6 +14,12 @@ from fairseq.modules import MultiheadAttention
 from talk_fairseq.models.encoder_attention import EncoderAttention, SharingDecoder, with_tokens
 
 
+@pytest.fixture(autouse=True)
+def seed():
+    """Once more after `model` has been made, which is in one test alone."""
+    torch.manual_seed(0)
+
+
 def attentions(dropout=0.0):
     """Ours and fairseq's, with the same weights."""
     arguments = dict(kdim=12, vdim=12, dropout=dropout, encoder_decoder_attention=True)
