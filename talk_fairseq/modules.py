@@ -81,8 +81,7 @@ class TaLKConv(_RetainsDropout):
         max_left: the largest window to the left, in tokens.
         max_right: the same to the right; 0 makes the module causal, without a right offset.
         offset_dropout: probability of dropping an offset, which shrinks that side to nothing.
-        normalize: divide by the size of the largest window, ``max_left + max_right + 1`` tokens
-            (section 3.2); off in the paper's ablation only.
+        normalize: divide by ``max_left + max_right + 1`` (section 3.2); off in an ablation only.
         spread: begin with windows of all lengths, by the biases of the offsets; without it, each
             head begins with about half of the largest window. Not in the paper.
         spread_windows: give each head its own largest window, from 2 tokens to `max_left` (and

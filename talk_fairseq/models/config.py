@@ -97,9 +97,7 @@ class TaLKConvConfig(TaLKConvUnitConfig, _flat_transformer_config()):
     align_attention: bool = option(
         False, "the attention to the encoder has a learned penalty on distances between positions"
     )
-    follow_attention: bool = option(
-        False, "with --copy-attention, begin by attending to the token after the one just copied"
-    )
+    follow_attention: bool = option(False, "with --copy-attention, begin at what follows a copy")
 
 
 def add_flags(parser, config):

@@ -67,10 +67,9 @@ def talk_conv(x, offset_left, offset_right, max_left, max_right):
 def talk_conv_update(x, offset_left, state, max_left):
     """Return the next outputs of a causal sequence: :func:`talk_conv`, continued by `x`.
 
-    Time and memory do not depend on how many steps came before. The outputs are the same however
-    many steps are taken at a time. `state` is changed in place. Where gradients are needed, this is
-    a plain PyTorch computation that puts new tensors into the state, in time that grows with its
-    reach.
+    Time and memory do not depend on how many steps came before, nor outputs on how many are taken
+    at a time. `state` is changed in place. Where gradients are needed, this is a plain PyTorch
+    computation that puts new tensors into the state, in time that grows with its reach.
 
     Args:
         x: (S, B, C), the next S time steps, in float64, float32, float16 or bfloat16.
