@@ -200,6 +200,14 @@ def test_several_inputs_with_a_choice_are_refused(refusal):
     assert "one folder" in refusal("a.pt", "b.pt", "--last-epochs", 1)
 
 
+def test_a_folder_without_a_choice_is_refused(tmp_path, refusal):
+    expected = "--inputs: expected files, or a folder with a choice such as --last-epochs 5, got"
+    folder, file = tmp_path / "run", write(tmp_path / "1.pt", {"w": torch.ones(2)})
+    folder.mkdir()
+    for inputs in ([folder], [file, folder]):
+        assert f"{expected} the folder {folder}" in refusal(*inputs)
+
+
 @pytest.mark.parametrize(("maximize", "expected"), [(False, 1.0), (True, 100.0)])
 def test_best_of_an_old_run(tmp_path, maximize, expected):
     """One whose options are a Namespace."""

@@ -52,6 +52,8 @@ def test_parameters_are_within_two_percent(tmp_path, preset, task):
     "arguments, expected",
     [
         (["--systems", "talkconv,rnn"], "--systems: expected some of talkconv,"),
+        (["--systems", "talkconv,talkconv"], "--systems: expected different values, got talkconv,"),
+        (["--warmup", "200,200"], "--warmup: expected different values, got 200,200"),
         (["--task", "lm", "--systems", "convs2s"], "--systems: expected some of"),
         (["--lr", "1e-3,much"], "--lr: expected positive numbers or best, got '1e-3,much'"),
         (["--out", "run_12:30"], "--out: expected a path without ':', got"),

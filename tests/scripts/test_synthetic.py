@@ -49,11 +49,23 @@ def test_the_command_trains_and_scores(tmp_path, capsys):
     assert Path(f"{output}.md").read_text() in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", (["--tasks", "lag99"], ["--systems", "rnn"], ["--steps", "0"]))
-def test_a_command_that_cannot_be_used(words, capsys):
+@pytest.mark.parametrize(
+    "option, value, expected",
+    [
+        ("--tasks", "lag99", "some of lag5, "),
+        ("--tasks", "lag5,lag5", "different values, got lag5,lag5"),
+        ("--systems", "rnn", "some of talkconv, "),
+        ("--systems", "talkconv,lightconv,talkconv", "different values, got talkconv,"),
+        ("--steps", "0", "at least 1, got 0"),
+        ("--lr", "0", "a positive number, got 0"),
+        ("--lr", "1e-3,inf", "a positive number, got inf"),
+        ("--lr", "1e-3,0.001", "different values, got 1e-3,0.001"),
+    ],
+)
+def test_a_command_that_cannot_be_used(option, value, expected, capsys):
     with pytest.raises(SystemExit) as stop:
-        synthetic.main(words)
-    assert stop.value.code == 2 and "expected" in capsys.readouterr().err
+        synthetic.main([option, value])
+    assert stop.value.code == 2 and f"{option}: expected {expected}" in capsys.readouterr().err
 
 
 def test_a_run_that_does_not_go_on_does_not_say_so(tmp_path, capsys, monkeypatch):

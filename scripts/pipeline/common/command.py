@@ -90,9 +90,24 @@ def at_least(least, kind=int):
     return parse
 
 
+def positive(text):
+    """Return the finite number above 0 that the text of an option is."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+
+
 def several(kind):
-    """Return the type of an option that lists values of `kind`, separated by commas."""
-    return lambda text: [kind(word) for word in text.split(",")]
+    """Return the type of an option that lists different values of `kind`, separated by commas."""
+
+    def parse(text):
+        values = [kind(word) for word in text.split(",")]
+        if len(set(values)) < len(values):
+            raise argparse.ArgumentTypeError(f"expected different values, got {text}")
+        return values
+
+    return parse
 
 
 def one_of(known):

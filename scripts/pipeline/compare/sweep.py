@@ -27,7 +27,7 @@ import signal
 from pathlib import Path
 from types import SimpleNamespace
 
-from pipeline.common.command import BadInput, Failed, at_least, parser, run, several
+from pipeline.common.command import BadInput, Failed, at_least, parser, positive, run, several
 from pipeline.common.fairseq import (
     Commands,
     generation,
@@ -61,10 +61,8 @@ def learning_rates(text):
     """Return the learning rates in ``--lr``, as they are spelt there; of equal ones the last."""
     if text == "best":
         return text
-    with contextlib.suppress(ValueError):
-        spelt = {float(rate): rate.strip() for rate in text.split(",")}
-        if all(0 < rate < math.inf for rate in spelt):
-            return list(spelt.values())
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        return list({positive(rate): rate.strip() for rate in text.split(",")}.values())
     raise argparse.ArgumentTypeError(f"expected positive numbers or best, got {text!r}")
 
 
@@ -89,7 +87,7 @@ def parse(arguments=None):
     add("--source-lang", metavar="NAME", help="how its source files end (default: es)")
     add("--target-lang", metavar="NAME", help="how its target files end (default: en)")
     add("--out", type=Path, help="folder for everything (default: compare/TASK_PRESET)")
-    add("--systems", metavar="A,B", help="which to compare (default: all)")
+    add("--systems", type=several(str), metavar="A,B", help="which to compare (default: all)")
     add("--seeds", type=at_least(1), metavar="N",
         help="runs of each system, with seeds 1 to N (default: 1; cpu_small, gpu: 3)")  # fmt: skip
     add("--updates", type=at_least(1), metavar="N",
@@ -163,7 +161,7 @@ def choose_systems(args, known):
     """Return ``{name: flags}`` of the systems to compare. Raises BadInput."""
     if args.task == "summ":  # ConvS2S takes two tokens fewer than what sources are cut to
         known = {name: flags for name, flags in known.items() if flags.get("arch") != "fconv"}
-    chosen = args.systems.split(",") if args.systems else list(known)
+    chosen = args.systems or list(known)
     for name in chosen:
         if name not in known:
             raise BadInput(f"--systems: expected some of {', '.join(known)}, got {name!r}")

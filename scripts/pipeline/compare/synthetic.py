@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from pipeline.common import command
-from pipeline.common.command import at_least, one_of, several
+from pipeline.common.command import at_least, one_of, positive, several
 from pipeline.common.files import write_json, write_whole
 from pipeline.common.machine import machine
 from pipeline.common.models import build_model, configure
@@ -168,7 +168,7 @@ def parse(arguments=None):
     add("--systems", type=several(one_of(systems)), default=list(systems), help="(default: all)")
     add("--seeds", type=at_least(1), default=2, help="trainings of each (default: 2)")
     add("--steps", type=at_least(1), default=400, help="of a training (default: 400)")
-    add("--lr", type=several(at_least(0, float)), default=[3e-3, 1e-2],
+    add("--lr", type=several(positive), default=[3e-3, 1e-2],
         help="peak rates to choose from (default: 3e-3,1e-2)")  # fmt: skip
     add("--output", type=Path, default=Path("results/synthetic"), help="(default: %(default)s)")
     return parser.parse_args(arguments), systems

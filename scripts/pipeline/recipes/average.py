@@ -115,8 +115,11 @@ def main(arguments=None):
         paths = args.inputs
         if choice:
             if len(paths) != 1:
-                raise ValueError(f"expected one folder as --inputs, got {' '.join(paths)}")
+                raise ValueError(f"--inputs: expected one folder, got {' '.join(paths)}")
             paths = find_checkpoints(paths[0], *choice[0])
+        elif folders := [path for path in paths if os.path.isdir(path)]:
+            wanted = "files, or a folder with a choice such as --last-epochs 5"
+            raise ValueError(f"--inputs: expected {wanted}, got the folder {folders[0]}")
         save(average_checkpoints(paths), args.output)
         print(f"{args.output}: the average of {' '.join(map(str, paths))}")
 
