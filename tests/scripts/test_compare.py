@@ -15,7 +15,7 @@ pytest.importorskip("fairseq")
 
 from pipeline.common import fairseq
 from pipeline.common.command import Failed
-from pipeline.compare import sweep
+from pipeline.compare import options, sweep
 
 REAL_RUN = fairseq.Commands.run
 
@@ -32,9 +32,9 @@ def played(monkeypatch, verses):
 
 def change_system(monkeypatch, name, flags):
     """Replace some flags of a system of the preset cpu, for this test."""
-    preset = sweep.read_systems("cpu_seq2seq")
+    preset = options.read_systems("cpu_seq2seq")
     preset["systems"][name] |= flags
-    monkeypatch.setattr(sweep, "read_systems", lambda _: preset)
+    monkeypatch.setattr(options, "read_systems", lambda _: preset)
 
 
 def test_interrupted_it_goes_on_where_it_was(played, verses, tmp_path, capsys):

@@ -16,6 +16,7 @@ from pipeline.common.models import build_model, configure, parse_words
 from pipeline.common.systems import words
 from pipeline.compare import sweep
 from pipeline.compare.flags import evaluation_words, training_flags, training_words
+from pipeline.compare.options import parse
 
 # --- Sizes ---
 
@@ -28,7 +29,7 @@ from pipeline.compare.flags import evaluation_words, training_flags, training_wo
     ],
 )  # fmt: skip
 def test_parameters_are_within_two_percent(tmp_path, preset, task):
-    args = sweep.parse(["--preset", preset, "--task", task, "--data", str(tmp_path)])
+    args = parse(["--preset", preset, "--task", task, "--data", str(tmp_path)])
     data = dictionaries(tmp_path / "bin", args.languages, 3992)
     counts = {}
     for name, flags in args.systems.items():
@@ -93,7 +94,7 @@ def test_numbers_that_cannot_be_used(tmp_path, capsys, option, value):
 
 
 def test_blocks_of_another_length():
-    args = sweep.parse(["--task", "lm", "--tokens", "1024"])
+    args = parse(["--task", "lm", "--tokens", "1024"])
     model = args.systems["talkconv_plus_wide"]
     for words_of_a_command in (
         training_words(args, "bin", model),
@@ -104,17 +105,17 @@ def test_blocks_of_another_length():
 
 
 def test_the_long_preset_has_rates_and_dropout_of_its_own(tmp_path):
-    args = sweep.parse(["--preset", "cpu_long"])
+    args = parse(["--preset", "cpu_long"])
     assert args.out.name == "mt_cpu_long" and args.device == "cpu"
-    assert args.rates.keys() == args.systems.keys() == sweep.parse([]).systems.keys()
+    assert args.rates.keys() == args.systems.keys() == parse([]).systems.keys()
     assert (args.rates["talkconv_plus"], args.rates["transformer"]) == (["4e-3"], ["1e-3"])
-    rates = sweep.parse(["--preset", "cpu_long", "--lr", "1, 2"]).rates
+    rates = parse(["--preset", "cpu_long", "--lr", "1, 2"]).rates
     assert set(map(tuple, rates.values())) == {("1", "2")}
     for task, preset, updates, dropout in (
         ("mt", "cpu", 1600, 0.1), ("mt", "cpu_long", 8000, 0.2),
         ("lm", "cpu", 1200, 0), ("lm", "cpu_long", 6000, 0.2),
     ):  # fmt: skip
-        args = sweep.parse(["--preset", preset, "--task", task])
+        args = parse(["--preset", preset, "--task", task])
         data = dictionaries(tmp_path / f"{task}_{preset}", args.languages, 3992)
         for flags in args.systems.values():
             model = parse_words(training_words(args, data, flags))
@@ -125,10 +126,10 @@ def test_the_long_preset_has_rates_and_dropout_of_its_own(tmp_path):
     ("cpu_long", "mt"), ("cpu_long", "lm"), ("cpu_small", "mt"), ("cpu_small", "lm")])  # fmt: skip
 def test_the_best_rates_are_of_systems_that_the_preset_has(preset, task):
     options = ["--preset", preset, "--task", task, "--data", "mine"]
-    args = sweep.parse(options)
+    args = parse(options)
     best = args.schedule.best
     assert best.keys() <= args.systems.keys()
-    chosen = sweep.parse([*options, "--lr", "best", "--systems", ",".join(best)])
+    chosen = parse([*options, "--lr", "best", "--systems", ",".join(best)])
     assert chosen.rates == {name: [rate] for name, rate in best.items()}
 
 
@@ -164,11 +165,11 @@ def test_systems_of_ones_own(tmp_path, monkeypatch):
     with open(folder / "cpu_seq2seq.yaml", "a") as file:
         file.write(MINE)
     monkeypatch.setattr(systems, "FOLDER", folder)
-    args = sweep.parse(["--systems", "mine,talkconv"])
+    args = parse(["--systems", "mine,talkconv"])
     assert list(args.systems) == ["mine", "talkconv"]
-    assert "mine" in sweep.parse([]).systems
+    assert "mine" in parse([]).systems
     with pytest.raises(BadInput, match="--lr: expected numbers for mine"):
-        sweep.parse(["--preset", "cpu_long", "--systems", "mine"])
+        parse(["--preset", "cpu_long", "--systems", "mine"])
     data = dictionaries(tmp_path / "bin", args.languages, 3992)
     # A system's flags replace what all share.
     mine, other = (
@@ -192,7 +193,7 @@ def test_a_system_of_ones_own_user_directory(tmp_path):
     user_dir = tmp_path / "compared_variant"
     user_dir.mkdir()
     (user_dir / "__init__.py").write_text(VARIANT)
-    args = sweep.parse(["--systems", "talkconv_plus"])
+    args = parse(["--systems", "talkconv_plus"])
     system = args.systems["talkconv_plus"] | {"arch": "compared_variant", "user-dir": user_dir}
     data = dictionaries(tmp_path / "bin", args.languages, 3992)
     assert parse_words(training_words(args, data, system)).arch == "compared_variant"
@@ -218,7 +219,7 @@ def test_flags_in_words():
     ],
 )
 def test_the_test_set_is_what_is_scored(task, flags):
-    args = sweep.parse(["--task", task, "--data", "mine"])
+    args = parse(["--task", task, "--data", "mine"])
     given = evaluation_words(args, "bin", {}, "averaged.pt", "generated")
     assert {flag: given[given.index(f"--{flag}") + 1] for flag in flags} == {
         flag: str(value) for flag, value in flags.items()
@@ -230,7 +231,7 @@ def test_the_test_set_is_what_is_scored(task, flags):
 
 @pytest.mark.parametrize("preset, task", [("cpu", "mt"), ("cpu", "lm"), ("gpu", "mt")])
 def test_what_is_averaged_is_saved_and_kept(preset, task):
-    args = sweep.parse(["--preset", preset, "--task", task])
+    args = parse(["--preset", preset, "--task", task])
     flags = training_flags(args, {}, "1e-3")
     count = args.schedule.averaged
     assert count > 1 and flags["keep-interval-updates"] == count

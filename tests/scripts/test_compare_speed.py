@@ -10,8 +10,9 @@ pytest.importorskip("fairseq")
 
 from pipeline.benchmarks import harness
 from pipeline.common.models import build_model, configure
-from pipeline.compare import speed, sweep
+from pipeline.compare import speed
 from pipeline.compare.flags import training_words
+from pipeline.compare.options import parse
 
 
 def test_speeds_are_medians_of_whole_turns(monkeypatch):
@@ -90,7 +91,7 @@ def test_batches_of_training_are_the_first_of_a_training():
 
 
 def test_what_is_measured_is_the_trained_model(tmp_path, monkeypatch):
-    args = sweep.parse(["--systems", "talkconv"])
+    args = parse(["--systems", "talkconv"])
     data = dictionaries(tmp_path / "bin", args.languages, 40)
     words = training_words(args, data, args.systems["talkconv"])
     cfg, task = configure(words)

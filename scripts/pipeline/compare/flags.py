@@ -39,7 +39,7 @@ def training_words(args, data, system, rate=1):
     return [str(data), *words(training_flags(args, system, rate))]
 
 
-def search(args):
+def beam_search(args):
     """Return the beam search, as keys of fairseq's group `generation`."""
     if args.task == "summ":
         return {"beam": 5, "lenpen": 1, "max_len_b": 100, "no_repeat_ngram_size": 3}
@@ -57,7 +57,7 @@ def evaluation_words(args, data, system, checkpoint, results):
         command, flags["max-tokens"] = "fairseq-eval-lm", 4 * args.schedule.max_tokens
     else:
         command, flags["max-tokens"] = "fairseq-generate", generated_tokens(args)
-        flags |= {key.replace("_", "-"): value for key, value in search(args).items()}
+        flags |= {key.replace("_", "-"): value for key, value in beam_search(args).items()}
         flags |= {"remove-bpe": "sentencepiece", "results-path": results, "log-interval": 1}
     return [command, str(data), *words(flags)]
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from pipeline.common.folder import show
 from pipeline.common.models import build_generator, build_model, configure
-from pipeline.compare.flags import generated_tokens, search
+from pipeline.compare.flags import beam_search, generated_tokens
 
 
 def measure_speeds(args, words, checkpoints):
@@ -85,7 +85,7 @@ def build_measured(args, words, checkpoint):
         copy.half().cuda()
     # Continuations of a forced length, as an end is seldom learnt.
     forced = {"beam": 5, "min_len": 64, "max_len_b": 64}
-    generator = build_generator(copy, task, **(forced if args.task == "lm" else search(args)))
+    generator = build_generator(copy, task, **(forced if args.task == "lm" else beam_search(args)))
 
     def train(batch):
         trainer.train_step([batch], raise_oom=True)
