@@ -181,11 +181,10 @@ def validation_figure(results):
             for validation in (seed["validation"] for seed in row["seeds"].values())
         ]
     figure = curves_figure(runs)
-    for axis in figure.axes:
-        axis.set_ylabel(axis.get_ylabel() and f"validation {axis.get_ylabel()}")
-        if axis.get_xlabel().startswith("wall-clock"):
-            unit = axis.get_xlabel().rpartition(" ")[2]
-            axis.set_xlabel(f"{unit}: updates x measured seconds per update")
+    for axis in figure.axes[::2]:  # the first of each row
+        axis.set_ylabel(f"validation {axis.get_ylabel()}")
+    unit = figure.axes[-1].get_xlabel().removeprefix("wall-clock, ")
+    figure.axes[-1].set_xlabel(f"{unit}: updates x measured seconds per update")
     return figure
 
 

@@ -45,6 +45,23 @@ def label_logarithm(axis):
     axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
 
 
+def unit_of(entries):
+    """Return the unit in which the time of all entries reads well, and its seconds."""
+    longest = max((e["seconds"] for e in entries if math.isfinite(e["seconds"])), default=0)
+    if longest > 7200:
+        return "hours", 3600
+    return ("minutes", 60) if longest > 120 else ("seconds", 1)
+
+
+def look_of(name, tag, style):
+    """Return how a curve of a run is drawn, and what the legend says of it."""
+    if tag == "train":
+        thin = {"linewidth": 0.9, "alpha": 0.8, "marker": ""}
+        return {**style, **thin, "label": f"{name}, training"}
+    subset = "" if tag == "valid" else f" on {tag}"
+    return {**style, "linewidth": 2.2, "markersize": 5, "label": f"{name}, validation{subset}"}
+
+
 def curves_figure(runs):
     """Return a Figure with a row for each of TITLES that a run has, over updates and wall-clock.
 
@@ -57,29 +74,22 @@ def curves_figure(runs):
     drawn = [key for key in TITLES if any(key in entry for entry in entries)]
     if not drawn:
         raise ValueError(f"RUN: expected a log of {', '.join(TITLES)}, got none of them")
-    longest = max((e["seconds"] for e in entries if math.isfinite(e["seconds"])), default=0)
-    unit, length = ("hours", 3600) if longest > 7200 else ("minutes", 60)
-    if longest <= 120:
-        unit, length = "seconds", 1
+    unit, length = unit_of(entries)
 
     figure = Figure(figsize=(11, 2.7 * len(drawn) + 0.4 + 0.25 * len(runs)), layout="constrained")
     axes = figure.subplots(len(drawn), 2, squeeze=False, sharey="row", sharex="col")
     for (name, seeds), style in zip(runs.items(), looks(len(runs))):
-        for run in seeds:
-            for tag, curve in run.items():
-                look = {**style, "linewidth": 2.2, "markersize": 5}
-                what = f"{name}, validation" + ("" if tag == "valid" else f" on {tag}")
-                if tag == "train":
-                    look |= {"linewidth": 0.9, "alpha": 0.8, "marker": ""}
-                    what = f"{name}, training"
-                for key, row in zip(drawn, axes):
-                    points = [entry for entry in curve if key in entry]
-                    if points and (key != "lr" or tag == "train"):
-                        for axis, x, scale in zip(row, ("updates", "seconds"), (1, length)):
-                            xs = [entry[x] / scale for entry in points]
-                            ys = [entry[key] for entry in points]
-                            dot = {"marker": "o"} if len(xs) == 1 else {}  # which no line shows
-                            axis.plot(xs, ys, **look | dot, label=what)
+        for tag, curve in (named for run in seeds for named in run.items()):
+            look = look_of(name, tag, style)
+            for key, (over_updates, over_time) in zip(drawn, axes):
+                points = [entry for entry in curve if key in entry]
+                if not points or (key == "lr" and tag != "train"):
+                    continue
+                ys = [entry[key] for entry in points]
+                dot = {"marker": "o"} if len(ys) == 1 else {}  # which no line shows
+                dot["markersize"] = 5
+                over_updates.plot([e["updates"] for e in points], ys, **look | dot)
+                over_time.plot([e["seconds"] / length for e in points], ys, **look | dot)
     for key, row in zip(drawn, axes):
         row[0].set_ylabel(TITLES[key])
         for axis in row:

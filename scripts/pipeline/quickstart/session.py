@@ -67,9 +67,9 @@ class Session:
 
     def __init__(self, args, languages, config):
         os.chdir(ROOT)
-        self.args, self.out = args, Path(args.out)
+        self.args, self.out = args, args.out
         self.log, self.listed = self.out / "log.txt", self.out / "commands.txt"
-        self.folder = CorpusFolder(self.out, "quick start", MADE, Path(args.data), languages)
+        self.folder = CorpusFolder(self.out, "quick start", MADE, args.data, languages)
         self.corpus, self.binarised = self.folder.corpus, self.folder.binarised
         self.on_gpu = not args.cpu and has_gpu()
         section = "gpu" if self.on_gpu else "cpu_long" if args.minutes >= 30 else "cpu"
@@ -161,40 +161,61 @@ class Session:
             words: fairseq-train with its options, but for the schedule and the checkpoints.
             keep: how many of the last checkpoints, beside ``checkpoint_last.pt``.
         """
-        plan, done, origin = folder / "plan", folder / "done", folder / "steady/checkpoint_last.pt"
-        log = folder / "train.log"
-        updates, warmup = self.args.updates, self.settings["warmup"]
-        seconds = max(LEAST, self.seconds())
-        first = seconds // 3
-
-        def steady(partial):
-            self.run([
-                *words, "--stop-time-hours", f"{first / 3600:.4f}", "--warmup-updates", warmup,
-                "--total-num-update", 10**9, "--save-interval-updates", 100,
-                "--keep-interval-updates", 1, *resuming(folder / "steady"),
-            ], training(by_the_clock(first)), log)  # fmt: skip
-            made = reached(log)
-            partial.write_text(f"{made} {made + made * 19 // 10}\n")
-
-        def falling(partial):
-            stop = [] if updates else ["--stop-time-hours", f"{seconds / 3600:.4f}"]
-            share = (lambda so_far: so_far / end) if updates else by_the_clock(seconds - first)
-            self.run([
-                *words, *stop, "--warmup-updates", start or min(warmup, end // 4),
-                "--total-num-update", end, "--max-update", end,
-                "--save-interval-updates", max(1, (end - start) // 40),
-                "--keep-interval-updates", keep, *resuming(folder / "falling", origin),
-            ], training(share), log)  # fmt: skip
-            partial.write_text(f"{reached(log)}\n")
-
+        updates, warmup, stop = self.args.updates, self.settings["warmup"], []
         if updates:
             start, end, title = 0, updates, f"{title} for {updates} updates"
         else:
-            self.folder.once(f"{title}, first leg: {first} seconds", plan, steady)
-            start, end = map(int, plan.read_text().split())
+            seconds = max(LEAST, self.seconds())
+            first = seconds // 3
+            start, end = self.first_leg(title, folder, words, first)
             title += f", second leg: updates {start} to {end}, at most {seconds - first} seconds"
+            stop = ["--stop-time-hours", f"{seconds / 3600:.4f}"]  # of both legs
+
+        def falling(partial):
+            share = (lambda so_far: so_far / end) if updates else by_the_clock(seconds - first)
+            made = self.leg(folder / "falling", share, [
+                *words, *stop, "--warmup-updates", start or min(warmup, end // 4),
+                "--total-num-update", end, "--max-update", end,
+                "--save-interval-updates", max(1, (end - start) // 40),
+                "--keep-interval-updates", keep,
+            ], origin=folder / "steady/checkpoint_last.pt")  # fmt: skip
+            partial.write_text(f"{made}\n")
+
+        done = folder / "done"
         self.folder.once(title, done, falling)
         return int(done.read_text())
+
+    def first_leg(self, title, folder, words, seconds):
+        """Train for so long, unless that is done; return where the second leg begins and ends.
+
+        Both are numbers of updates. The second leg has twice the time, of which a little is spared.
+        """
+
+        def steady(partial):
+            made = self.leg(folder / "steady", by_the_clock(seconds), [
+                *words, "--stop-time-hours", f"{seconds / 3600:.4f}",
+                "--warmup-updates", self.settings["warmup"], "--total-num-update", 10**9,
+                "--save-interval-updates", 100, "--keep-interval-updates", 1,
+            ])  # fmt: skip
+            partial.write_text(f"{made} {made + made * 19 // 10}\n")
+
+        plan = folder / "plan"
+        self.folder.once(f"{title}, first leg: {seconds} seconds", plan, steady)
+        return map(int, plan.read_text().split())
+
+    def leg(self, folder, share, words, origin=None):
+        """Train, or go on with a training; return how many updates it has had.
+
+        It saves in the `folder` and begins at the checkpoint `origin`, if there is one; `share` is
+        as of `pipeline.common.fairseq.training`.
+        """
+        log = folder.parent / "train.log"
+        self.run([*words, *resuming(folder, origin)], training(share), log)
+        text = log.read_text(encoding="utf-8", errors="replace")
+        saved_or_loaded = re.findall(r"@ (\d+) updates", text)
+        if not saved_or_loaded:
+            raise Failed(f"{log}: expected checkpoints of a training, got none")
+        return int(saved_or_loaded[-1])
 
     def finish(self):
         """Show the list of the commands, and how long it took."""
@@ -202,14 +223,6 @@ class Session:
         show("\n".join(read_lines(self.listed)))
         minutes, seconds = divmod(int(time.monotonic() - self.started), 60)
         show(f"\n== done in {minutes} min {seconds} s; everything is in {self.out}")
-
-
-def reached(log):
-    """Return the number of updates at the last checkpoint that was saved or loaded."""
-    counts = re.findall(r"@ (\d+) updates", log.read_text(encoding="utf-8", errors="replace"))
-    if not counts:
-        raise Failed(f"{log}: expected checkpoints of a training, got none")
-    return int(counts[-1])
 
 
 def by_the_clock(seconds):
