@@ -4,17 +4,13 @@ The scores, as JSON, and the hypotheses are kept in CHECKPOINTS/evaluation.
 """
 
 import functools
-import html
 import logging
 import re
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 from omegaconf import OmegaConf
-from sacrebleu.metrics import BLEU, CHRF
-from sacremoses import MosesDetokenizer
 
 from pipeline.common import command
 from pipeline.common.command import BadInput
@@ -24,8 +20,13 @@ from pipeline.common.machine import has_gpu
 from pipeline.data.benchmarks import BENCHMARKS, fits
 from pipeline.recipes import config as configs
 from pipeline.recipes.average import EPOCHS, UPDATES, average_checkpoints, find_checkpoints, save
+from pipeline.recipes.scores import (
+    detokenise,
+    detokenised_scores,
+    rouge_scores,
+    translation_scores,
+)
 from talk_fairseq.checkpoint_files import read_checkpoint
-from talk_fairseq.rouge import rouge
 
 from fairseq.checkpoint_utils import checkpoint_paths
 from fairseq.dataclass.configs import GenerationConfig
@@ -40,70 +41,6 @@ REPORTED = {
 LENPENS = [0.2, 0.4, 0.6, 0.8, 1, 1.2, 1.4, 1.6, 1.8, 2]
 AVERAGES = [1, 5, 10]
 LENGTHS = [80, 100, 120, 140, 160]
-
-
-def compound_split(line):
-    """Return a tokenised line with its compounds split, as for the published En-De scores.
-
-    ``a-b`` becomes ``a ##AT##-##AT## b`` from left to right. A character is matched once, so
-    that of ``a-b-c``, whose middle part has one, the second hyphen stays.
-    """
-    return re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line)
-
-
-def scores_by(hypotheses, references, **metrics):
-    """Return ``{name: {"score", "tool"}}`` by metrics of sacreBLEU.
-
-    Raises ValueError for other numbers of hypotheses than of references.
-    """
-    if len(hypotheses) != len(references):
-        raise ValueError(
-            f"hypotheses: expected {len(references):,}, one a reference, got {len(hypotheses):,}"
-        )
-    scores = {}
-    for name, metric in metrics.items():
-        score = metric.corpus_score(hypotheses, [references]).score
-        scores[name] = {"score": score, "tool": f"sacreBLEU {metric.get_signature()}"}
-    return scores
-
-
-def translation_scores(hypotheses, references, compounds=False):
-    """Return ``{name: {"score", "tool"}}`` of tokenised lines, with `compounds` split ones too.
-
-    The tokens are taken as they stand (``--tokenize none --force`` of sacreBLEU).
-    """
-    bleu = BLEU(tokenize="none", force=True)
-    scores = scores_by(hypotheses, references, tokenised_bleu=bleu)
-    if compounds:
-        split = [[compound_split(line) for line in lines] for lines in (hypotheses, references)]
-        scores |= scores_by(*split, compound_split_tokenised_bleu=bleu)
-    return scores
-
-
-def detokenised_scores(hypotheses, references, lowercase=False):
-    """Return ``{name: {"score", "tool"}}`` of plain text; `lowercase` for lower-cased models."""
-    metrics = {"sacrebleu": BLEU(lowercase=lowercase), "chrf": CHRF(lowercase=lowercase)}
-    return scores_by(hypotheses, references, **metrics)
-
-
-def rouge_scores(hypotheses, references):
-    """Return ``{name: {"score", "tool"}}`` of tokenised summaries, in percent.
-
-    ``" . "`` ends a sentence. Moses's escapes (``&apos;``) are undone: their letters would count
-    as a word.
-    """
-    texts = [[html.unescape(line) for line in lines] for lines in (hypotheses, references)]
-    tool = (
-        f"rouge-score {version('rouge-score')}, F-measure, stemming, sentences separated by ' . '"
-    )
-    scores = rouge(*texts, sentence_separator=" . ")
-    return {name: {"score": score, "tool": tool} for name, score in scores.items()}
-
-
-def detokenise(lines, language):
-    """Return Moses tokens as plain text."""
-    moses = MosesDetokenizer(language)
-    return [moses.detokenize(line.split()) for line in lines]
 
 
 def parse(arguments):
@@ -182,9 +119,9 @@ class Evaluation:
     def __init__(self, args):
         self.given, self.overrides = args.name, args.overrides
         self.name, recipe = configs.read_config(args.name)
+        self.benchmark = self.name.partition("/")[0]
         self.config = configs.with_overrides(recipe, args.overrides)
         configs.check_options(self.config)
-        self.benchmark = self.name.partition("/")[0]
         data = configs.chosen_folder(args.data, self.config, "task.data", self.name)
         self.data = data.absolute()
         self.prepared = read_prepared(self.name, self.data)
@@ -192,21 +129,22 @@ class Evaluation:
             if split not in self.prepared["lines"]:
                 raise BadInput(f"--data: expected lines of {split} in {self.data}, got none")
         self.target = self.prepared["target_lang"]
+        usual = "tokenised_bleu" if self.target else "perplexity"
+        self.reported = REPORTED.get(self.benchmark, usual)
+        self.on_cpu = args.cpu or not has_gpu()
+
         self.checkpoints = Path(args.checkpoints).absolute()
         self.is_run = self.checkpoints.is_dir()
         self.ema = bool(OmegaConf.select(self.config, "ema.store_ema"))
         folder = self.checkpoints if self.is_run else self.checkpoints.parent
-        self.changed = other_settings(self.name, recipe, self.config, folder)
         self.output = Path(args.output).absolute() if args.output else folder / "evaluation"
-        self.on_cpu = args.cpu or not has_gpu()
-        usual = "tokenised_bleu" if self.target else "perplexity"
-        self.reported = REPORTED.get(self.benchmark, usual)
-        count = recipe_average(self.config)[0]
-        self.average = args.average or (count if self.is_run else 1)
+        self.changed = other_settings(self.name, recipe, self.config, folder)
+        kept, self.pattern = recipe_average(self.config)
+        self.average = args.average or (kept if self.is_run else 1)
         # A file may be the recipe's mean, unless it has a name that training gives.
         given = r"checkpoint(_best|_last|\d+|_\d+_\d+|\.best_.+)\.pt"
-        one = re.fullmatch(given, self.checkpoints.name)
-        if self.average != (count if self.is_run or one else 1):
+        of_training = self.is_run or re.fullmatch(given, self.checkpoints.name)
+        if self.average != (kept if of_training else 1):
             self.changed["average"] = self.average
         self.model = functools.lru_cache(maxsize=1)(self.model)  # there is one file for means
 
@@ -220,8 +158,8 @@ class Evaluation:
             configs.check_average(self.config, average)
             if not self.is_run:
                 raise BadInput(f"--average: expected 1 of a single checkpoint, got {average}")
-            pattern = recipe_average(self.config)[1]
-            return [Path(path) for path in find_checkpoints(self.checkpoints, pattern, average)]
+            found = find_checkpoints(self.checkpoints, self.pattern, average)
+            return [Path(path) for path in found]
         names = ["checkpoint_last.pt"] if self.ema else ["checkpoint_best.pt", "checkpoint_last.pt"]
         paths = [self.checkpoints / name for name in names] if self.is_run else [self.checkpoints]
         there = [path for path in paths if path.exists()]
@@ -232,15 +170,15 @@ class Evaluation:
     def model(self, average):
         """Return the checkpoint file to score; make it where it is a mean."""
         paths = self.paths(average)
-        first = path = paths[0]
-        if len(paths) > 1 or self.ema:
-            path = self.output / "averaged.pt"
-            state = average_checkpoints(paths)
-            if self.ema:
-                state["model"] = (state.get("extra_state") or {}).get("ema")
-                if not state["model"]:
-                    raise BadInput(f"CHECKPOINTS: expected a moving average in {first}, got none")
-            save(state, path)
+        if len(paths) == 1 and not self.ema:
+            return paths[0]
+        state = average_checkpoints(paths)
+        if self.ema:
+            state["model"] = (state.get("extra_state") or {}).get("ema")
+            if not state["model"]:
+                raise BadInput(f"CHECKPOINTS: expected a moving average in {paths[0]}, got none")
+        path = self.output / "averaged.pt"
+        save(state, path)
         return path
 
     def score(self, split, settings):
@@ -329,8 +267,7 @@ def candidates_of(evaluation):
     """
     values = {}
     if evaluation.is_run and not evaluation.ema:
-        pattern = recipe_average(evaluation.config)[1]
-        there = len(checkpoint_paths(evaluation.checkpoints, pattern))
+        there = len(checkpoint_paths(evaluation.checkpoints, evaluation.pattern))
         counts = [count for count in AVERAGES if count <= max(1, there)]
         values["average"] = [evaluation.average, *counts]
     generation = GenerationConfig(**(evaluation.config.get("generation") or {}))
