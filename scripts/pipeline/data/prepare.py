@@ -138,35 +138,41 @@ def write_plain(prep):
         prep.prepared["lines"][split] = writer.lines
 
 
+def tokenizer_of(benchmark, training):
+    """Return what makes tokens of a list of pairs, be it of the training data or of the rest."""
+    if benchmark.tokenizer != "moses":
+        return list  # of what comes tokenised
+    return functools.partial(
+        text.tokenize_pairs,
+        languages=benchmark.languages,
+        normalize=benchmark.normalize and training,
+        split_dashes=benchmark.split_dashes,
+        straight=benchmark.straight and not training,
+        lowercase=benchmark.lowercase,
+    )
+
+
 def write_tokenized(prep):
     """Write ``tokenized.{train,valid,test}.LANG``, and clean by tokens where that is asked."""
     benchmark, lines = prep.benchmark, prep.prepared["lines"]
     for split in list(lines):
         training = split == "train"
         every = benchmark.valid_every if training else 0
-        tokens = list  # of what comes tokenised
-        if benchmark.tokenizer == "moses":
-            tokens = functools.partial(
-                text.tokenize_pairs,
-                languages=benchmark.languages,
-                normalize=benchmark.normalize and training,
-                split_dashes=benchmark.split_dashes,
-                straight=benchmark.straight and not training,
-                lowercase=benchmark.lowercase,
-            )
-        places = [("tokenized.", split)]
-        if every:
-            places += [("tokenized.", "valid"), ("", "valid")]
         with ExitStack() as stack:
-            writers = [stack.enter_context(text.Writer(prep.paths(*place))) for place in places]
-            found = prep.go_through(tokens, "", split, "tokens")
+            tokens = stack.enter_context(text.Writer(prep.paths("tokenized.", split)))
+            if every:
+                valid = stack.enter_context(text.Writer(prep.paths("tokenized.", "valid")))
+                plain = stack.enter_context(text.Writer(prep.paths("", "valid")))
+            found = prep.go_through(tokenizer_of(benchmark, training), "", split, "tokens")
             for number, (pair, tokenized) in enumerate(found, 1):
                 if every and number % every == 0:
-                    writers[1].write(tokenized)
-                    writers[2].write(pair)
+                    valid.write(tokenized)
+                    plain.write(pair)
                 else:
-                    writers[0].write(tokenized)
-            lines |= {of: writer.lines for (_, of), writer in zip(places, writers)}
+                    tokens.write(tokenized)
+        lines[split] = tokens.lines
+        if every:
+            lines["valid"] = valid.lines
     prep.check_cleaned("tokens")
 
 
@@ -221,9 +227,10 @@ def copy_pretokenized(prep):
 
 def dictionaries(prep):
     """Return the dictionaries beside pre-tokenised text, one a language; or none."""
-    paths = [Path(prep.args.pretokenized or "", f"dict.{lang}.txt") for lang in prep.languages]
-    there = prep.args.pretokenized and all(path.exists() for path in paths)
-    return paths if there else []
+    if not prep.args.pretokenized:
+        return []
+    paths = [Path(prep.args.pretokenized, f"dict.{lang}.txt") for lang in prep.languages]
+    return paths if all(path.exists() for path in paths) else []
 
 
 def binarize(prep):
@@ -260,15 +267,11 @@ def stages_of(prep):
     pieces = [path for split in SPLITS for path in prep.paths("pieces.", split)]
     if prep.args.pretokenized:
         return {"pieces": (copy_pretokenized, tokenized), "data-bin": (binarize, pieces)}
-    first = (write_plain, [prep.folder / "extracted", prep.folder / "fetched"])
+    stages = {"plain": (write_plain, [prep.folder / "extracted", prep.folder / "fetched"])}
     if len(prep.languages) == 1:
-        return {"plain": first, "data-bin": (binarize, plain)}
-    return {
-        "plain": first,
-        "tokenized": (write_tokenized, plain),
-        "pieces": (write_pieces, tokenized),
-        "data-bin": (binarize, pieces),
-    }
+        return stages | {"data-bin": (binarize, plain)}
+    stages |= {"tokenized": (write_tokenized, plain), "pieces": (write_pieces, tokenized)}
+    return stages | {"data-bin": (binarize, pieces)}
 
 
 def go_on(prep):

@@ -147,6 +147,20 @@ def cutter(path=None):
     return lambda text: processor.encode(" ".join(text.split()), out_type=str)
 
 
+def pieces_of(text, dictionary, cut, name):
+    """Return the pieces of a text, or those that token numbers stand for.
+
+    Raises ValueError, with the `name` of the text, where the dictionary has none of them.
+    """
+    if not isinstance(text, str):
+        return [dictionary[number] for number in text]
+    pieces = cut(text)
+    if pieces and all(dictionary.index(piece) == dictionary.unk() for piece in pieces):
+        hint = "; --sentencepiece cuts text into pieces" if cut is str.split else ""
+        raise ValueError(f"{name}: expected pieces of the dictionary, got unknown ones{hint}")
+    return pieces
+
+
 def look_at(model, task, cut, text, target=None, names=("--text", "--target"), longest=math.inf):
     """Return ``{side: (tokens, [Layer, …])}`` of a sentence and its translation.
 
@@ -159,30 +173,22 @@ def look_at(model, task, cut, text, target=None, names=("--text", "--target"), l
         longest: the most tokens (default: those that the model takes).
     """
     longest = min(longest, np.min(model.max_positions()))
-
-    def tokens_of(name, text, dictionary, end_first):
-        is_text = isinstance(text, str)
-        pieces = cut(text) if is_text else [dictionary[number] for number in text]
+    if hasattr(model, "encoder"):
+        given = {"encoder": text} if target is None else {"encoder": text, "decoder": target}
+    elif target is None:
+        given = {"decoder": text}
+    else:
+        raise ValueError(f"{names[1]}: expected none for a language model, got text")
+    tokens, numbers = {}, {}
+    for name, (side, own) in zip(names, given.items()):
+        dictionary = task.source_dictionary if side == "encoder" else task.target_dictionary
+        pieces = pieces_of(own, dictionary, cut, name)
         if not 0 < len(pieces) < longest:
             raise ValueError(f"{name}: expected 1 to {longest - 1} pieces, got {len(pieces)}")
-        if is_text and all(dictionary.index(piece) == dictionary.unk() for piece in pieces):
-            hint = "; --sentencepiece cuts text into pieces" if cut is str.split else ""
-            raise ValueError(f"{name}: expected pieces of the dictionary, got unknown ones{hint}")
         end = dictionary[dictionary.eos()]
-        tokens = [end, *pieces] if end_first else [*pieces, end]
-        return tokens, torch.tensor([dictionary.index(token) for token in tokens])
-
-    if hasattr(model, "encoder"):
-        sides = {"encoder": (names[0], text, task.source_dictionary, False)}
-        if target is not None:
-            sides["decoder"] = names[1], target, task.target_dictionary, True
-    elif target is not None:
-        raise ValueError(f"{names[1]}: expected none for a language model, got text")
-    else:
-        sides = {"decoder": (names[0], text, task.target_dictionary, True)}
-    found = {side: tokens_of(*given) for side, given in sides.items()}
-    seen = look(model, **{side: numbers for side, (_, numbers) in found.items()})
-    return {side: (found[side][0], layers) for side, layers in seen.items()}
+        tokens[side] = [*pieces, end] if side == "encoder" else [end, *pieces]
+        numbers[side] = torch.tensor([dictionary.index(token) for token in tokens[side]])
+    return {side: (tokens[side], layers) for side, layers in look(model, **numbers).items()}
 
 
 def translate(model, task, tokens):
