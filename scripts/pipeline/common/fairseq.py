@@ -50,19 +50,20 @@ class Commands:
 
     Args:
         on_cpu: run them with CPU_ENVIRONMENT; else with one GPU.
+        jobs: how many run side by side, each with a title to tell it by if there are several.
         threads: OpenMP threads of each, unless ``OMP_NUM_THREADS`` is set (None: all cores).
         lock: an open file that each command inherits, so that a folder stays locked while one of
             them lives.
     """
 
-    def __init__(self, on_cpu, threads=None, lock=None):
+    def __init__(self, on_cpu, jobs=1, threads=None, lock=None):
         self.environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
         self.environment |= CPU_ENVIRONMENT if on_cpu else {"CUDA_VISIBLE_DEVICES": first_gpu()}
         self.environment["PATH"] = f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}"
         if threads:
             self.environment.setdefault("OMP_NUM_THREADS", str(threads))
         self.inherited = [lock.fileno()] if lock else []
-        self.stopped, self._running = False, []
+        self.jobs, self.stopped, self._running = jobs, False, []
 
     def run(self, words, log, read=None, title=""):
         """Run a command until it ends; what it prints is appended to the file `log`.
@@ -72,7 +73,7 @@ class Commands:
         log.parent.mkdir(parents=True, exist_ok=True)
         with (
             open(log, "a", encoding="utf-8") as file,
-            contextlib.closing(Bar(read, title)) as bar,
+            contextlib.closing(Bar(read, title if self.jobs > 1 else "")) as bar,
             subprocess.Popen(
                 [str(word) for word in words], cwd=ROOT, env=self.environment,
                 pass_fds=self.inherited, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -100,9 +101,9 @@ class Commands:
             name = Path(words[2] if words[0] == "env" else words[0]).name  # env NAME=VALUE COMMAND
             raise Failed(f"{name} {how}; {log} ends with\n" + "\n".join(tail))
 
-    def side_by_side(self, work, items, jobs):
-        """Call ``work(*item)`` with each item, in `jobs` threads; what stops one stops all."""
-        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+    def side_by_side(self, work, items):
+        """Call ``work(*item)`` with each item, each in a thread; what stops one stops all."""
+        with concurrent.futures.ThreadPoolExecutor(self.jobs) as pool:
             futures = [pool.submit(work, *item) for item in items]
             try:
                 for future in concurrent.futures.as_completed(futures):

@@ -75,11 +75,9 @@ def option_parser():
 
 
 def parse(arguments=None):
-    """Return the options, with what depends on others filled in. Raises BadInput.
+    """Return the options, with those of the preset and what follows from others. Raises BadInput.
 
-    Of the preset, `commands` and `training` are flags of fairseq, `systems` too, by name, and
-    `schedule` has the keys that configs/verses/cpu_seq2seq.yaml explains. `rates` are those that
-    each system tries.
+    configs/verses/cpu_seq2seq.yaml says what the preset's are.
     """
     args = option_parser().parse_args(arguments)
     device, _, kind = args.preset.partition("_")
@@ -98,8 +96,12 @@ def parse(arguments=None):
     args.jobs = args.jobs or (min(cores(), 4) if args.device == "cpu" else 1)
     if args.warmup and (longest := max(args.warmup)) >= args.updates:
         raise BadInput(f"--warmup: expected less than {args.updates} updates, got {longest}")
+    if args.tokens and args.task != "lm":
+        raise BadInput("--tokens: expected none without --task lm")
+    if args.tokens and args.tokens > (most := args.schedule.max_tokens):
+        raise BadInput(f"--tokens: expected at most a batch of {most}, got {args.tokens}")
     if args.tokens:
-        set_tokens(args)
+        args.schedule.flags["tokens-per-sample"] = args.tokens
     args.systems = choose_systems(args, preset["systems"])
     args.rates = {name: rates_of(name, args) for name in args.systems}
     args.languages = languages_of(args)
@@ -108,15 +110,6 @@ def parse(arguments=None):
     args.data = (args.data or ROOT / "data/bible-es-en").absolute()
     args.out = (args.out or ROOT / f"compare/{args.task}_{args.preset}").absolute()
     return args
-
-
-def set_tokens(args):
-    """Set the length of the blocks that a language model sees. Raises BadInput."""
-    if args.task != "lm":
-        raise BadInput("--tokens: expected none without --task lm")
-    if args.tokens > (most := args.schedule.max_tokens):
-        raise BadInput(f"--tokens: expected at most a batch of {most}, got {args.tokens}")
-    args.schedule.flags = args.schedule.flags | {"tokens-per-sample": args.tokens}
 
 
 def choose_systems(args, known):

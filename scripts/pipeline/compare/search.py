@@ -1,4 +1,4 @@
-"""The search of a comparison for each system's peak learning rate and, if asked, its warm-up."""
+"""The search of a comparison for a system's peak learning rate and, if asked, its warm-up."""
 
 import itertools
 from typing import NamedTuple
@@ -13,9 +13,6 @@ class Point(NamedTuple):
     warmup: str
 
 
-AXES = Point._fields
-
-
 def times(rate, factor):
     """Return a multiple of a rate, spelt like ``4e-3``."""
     digits, exponent = f"{float(rate) * factor:e}".split("e")
@@ -23,96 +20,68 @@ def times(rate, factor):
 
 
 class Search:
-    """The points that systems have tried, and the best one of each.
+    """The points that a system has tried, and the best of them in validation.
 
     Args:
-        rates, warmups: ``{system: values}`` to try at least; the search begins at the first.
+        rates, warmups: what to try at least; the first warm-up is the usual one.
         updates: those of a training, which a warm-up has to be shorter than.
-        validate: ``validate([(system, point), …])`` trains there and returns the losses in
-            validation, ``{(system, point): loss}``: None for a training that diverged; one that
-            failed is not there.
 
     Attributes:
-        points: ``{system: point}``, the best so far. Systems that have none are not there.
-        losses: ``{system: {point: loss}}`` of all that was tried.
+        losses: ``{point: loss}`` of all that was tried, None for a training that diverged.
     """
 
-    def __init__(self, rates, warmups, updates, validate):
-        self.listed = {"rate": rates, "warmup": warmups}
-        self.updates, self.validate = updates, validate
-        self.points = {name: Point(rates[name][0], warmups[name][0]) for name in rates}
-        self.losses = {name: {} for name in rates}
+    def __init__(self, rates, warmups, updates):
+        self.listed, self.updates = {"rate": rates, "warmup": warmups}, updates
+        self.best, self.losses = Point(rates[0], warmups[0]), {}
 
-    def go(self):
-        """Choose each system's rate and, where there are several, its warm-up, until both stay."""
-        self.choose("rate", list(self.points))
-        moving = [name for name in self.points if len(self.listed["warmup"][name]) > 1]
+    def rounds(self):
+        """Yield the points to train at next, until the best is found; then go on with their losses.
+
+        Chooses the rate and, where there are several, the warm-up, in turn until both stay.
+        """
+        yield from self.along("rate")
+        if len(self.listed["warmup"]) == 1 or self.losses[self.best] is None:
+            return
         for axis in itertools.cycle(("warmup", "rate")):
-            if not moving:
+            before = self.best
+            yield from self.along(axis)
+            if self.best == before:
                 return
-            before = dict(self.points)
-            self.choose(axis, moving)
-            moving = [name for name in self.points if self.points[name] != before[name]]
 
-    def choose(self, axis, names):
-        """Train systems at each rate, or with each warm-up, and go to the best in validation.
+    def along(self, axis):
+        """Likewise, with each rate, or with each warm-up, beside the best of the other so far.
 
-        Where the best of several is at an edge, twice or half of it is tried too. A system that
-        fails is dropped.
+        Of those that were tried beside another one, the ones in between are tried here too.
         """
-        waiting = {name: self.untried(name, axis) for name in names}
-        while waiting:
-            pairs = [(name, value) for name, values in waiting.items() for value in values]
-            runs = [(name, self.beside(name, axis, value)) for name, value in pairs]
-            found = self.validate(runs)
-            for (name, point), loss in found.items():
-                self.losses[name][point] = loss
-            for name in {name for name, point in runs if (name, point) not in found}:
-                del self.points[name]
-            beyond = {name: self.settle(name, axis) for name in waiting if name in self.points}
-            waiting = {name: [value] for name, value in beyond.items() if value}
-
-    def beside(self, name, axis, value):
-        """Return the point with another rate, or warm-up, than the best so far of a system."""
-        return self.points[name]._replace(**{axis: value})
-
-    def untried(self, name, axis):
-        """Return the rates, or warm-ups, that a system has still to try beside the other.
-
-        Those are the listed ones and, of those that it had elsewhere, the ones in between.
-        """
-        listed, here = self.listed[axis][name], getattr(self.points[name], axis)
-        ends = [float(value) for value in (*listed, here)]
-        had = [getattr(point, axis) for point in self.losses[name]]
+        ends = [float(value) for value in (*self.listed[axis], getattr(self.best, axis))]
+        had = [getattr(point, axis) for point in self.losses]
         between = [value for value in had if min(ends) <= float(value) <= max(ends)]
-        values = dict.fromkeys([*listed, *between])
-        return [v for v in values if self.beside(name, axis, v) not in self.losses[name]]
+        values = list(dict.fromkeys([*self.listed[axis], *between]))
+        while values:
+            points = [self.best._replace(**{axis: value}) for value in values]
+            yield [point for point in points if point not in self.losses]
+            losses = self.tried(axis)
+            finite = [value for value in losses if losses[value] is not None]
+            chosen = min(finite, key=losses.get) if finite else next(iter(losses))
+            self.best = self.best._replace(**{axis: chosen})
+            values = self.beyond(axis, list(losses), chosen)
 
-    def tried(self, name, axis):
+    def tried(self, axis):
         """Return ``{rate: loss}`` with the best warm-up so far, or the other way round."""
         found = {}
-        for point, loss in self.losses[name].items():
+        for point, loss in self.losses.items():
             value = getattr(point, axis)
-            if point == self.beside(name, axis, value):
+            if point == self.best._replace(**{axis: value}):
                 found[value] = loss
         return {value: found[value] for value in sorted(found, key=float)}
 
-    def settle(self, name, axis):
-        """Go to the best of the rates, or warm-ups, of a system; drop it if there can be none.
-
-        Returns a value that has to be tried before that is settled, or None.
-        """
-        losses = self.tried(name, axis)
-        values, finite = list(losses), [value for value in losses if losses[value] is not None]
-        chosen = min(finite, key=losses.get) if finite else values[0]
-        self.points[name] = self.beside(name, axis, chosen)
-        most = len(self.listed[axis][name]) + WIDENED
-        if chosen in (values[0], values[-1]) and 1 < len(values) < most:
-            factor = 0.5 if chosen == values[0] else 2
-            if axis == "rate":
-                return times(chosen, factor)
-            if 1 <= (updates := int(int(chosen) * factor)) < self.updates:
-                return str(updates)
-        if not finite:
-            del self.points[name]
-        return None
+    def beyond(self, axis, tried, chosen):
+        """Return what to try beyond the edge at which the chosen one of several is: one or none."""
+        most = len(self.listed[axis]) + WIDENED
+        if chosen not in (tried[0], tried[-1]) or not 1 < len(tried) < most:
+            return []
+        factor = 0.5 if chosen == tried[0] else 2
+        if axis == "rate":
+            return [times(chosen, factor)]
+        updates = int(int(chosen) * factor)
+        return [str(updates)] if 1 <= updates < self.updates else []

@@ -26,7 +26,7 @@ from pipeline.compare.flags import beam_search, evaluation_words, training_flags
 from pipeline.compare.options import parse
 from pipeline.compare.report import write_results
 from pipeline.compare.scores import score
-from pipeline.compare.search import AXES, Search
+from pipeline.compare.search import Point, Search
 from pipeline.compare.speed import measure_speeds
 from pipeline.data.corpus import LONGEST, CorpusFolder
 
@@ -40,9 +40,10 @@ class Comparison:
     Making one, of what `parse` returns, checks the input and makes nothing. Raises BadInput.
 
     Attributes:
-        search: the `Search` for the point at which each system trains; `points` are its best.
+        searches: ``{system: Search}`` for the points at which systems train.
+        points: ``{system: point}``, the best; a system that failed in the search has none.
         planned: ``{(system, point), …}`` of the first seed's trainings that are known so far.
-        failures: ``{(system, seed): why}``; a system that failed in the search has no point.
+        failures: ``{(system, seed): why}``.
     """
 
     def __init__(self, args):
@@ -52,20 +53,13 @@ class Comparison:
         self.folder.made += map(glob.escape, earlier)
         if args.device == "cuda" and not has_gpu():
             raise BadInput("--preset: expected cpu on a machine without a GPU, got gpu")
-        warmups = {name: self.warmups(system) for name, system in args.systems.items()}
-        self.search = Search(args.rates, warmups, args.updates, self.validate)
-        self.points = self.search.points
-        self.planned = {
-            (name, self.search.beside(name, "rate", rate))
-            for name, rates in args.rates.items()
-            for rate in rates
-        }
-        self.numbers, self.failures = itertools.count(1), {}
-
-    def warmups(self, system):
-        """Return the warm-ups that a system tries, beginning with the preset's or its own."""
-        flags = training_flags(self.args, system, "RATE")
-        return list(map(str, dict.fromkeys([flags["warmup-updates"], *self.args.warmup])))
+        self.searches, self.points, self.planned, self.failures = {}, {}, set(), {}
+        for name, rates in args.rates.items():
+            usual = training_flags(args, args.systems[name], "RATE")["warmup-updates"]
+            warmups = [str(updates) for updates in dict.fromkeys([usual, *args.warmup])]
+            self.searches[name] = Search(rates, warmups, args.updates)
+            self.planned.update((name, Point(rate, warmups[0])) for rate in rates)
+        self.numbers = itertools.count(1)
 
     def open_folder(self):
         """Lock the folder. Raises BadInput if it is of other settings or in use."""
@@ -86,11 +80,11 @@ class Comparison:
         self.folder.open(settings, args.restart, growing=["systems"])
         on_cpu = args.device == "cpu"
         threads = max(1, cores() // args.jobs) if on_cpu else None
-        self.commands = Commands(on_cpu, threads, self.folder.lock)
+        self.commands = Commands(on_cpu, args.jobs, threads, self.folder.lock)
 
     def label(self, name, point):
         """Return the name of a point: its rate, and with another warm-up RATE_UPDATES."""
-        usual = self.search.listed["warmup"][name][0]
+        usual = self.searches[name].listed["warmup"][0]
         return point.rate if point.warmup == usual else f"{point.rate}_{point.warmup}"
 
     def run_folder(self, name, seed, point=None):
@@ -105,22 +99,11 @@ class Comparison:
         """Make all steps; return the results."""
         logging.disable(logging.INFO)  # fairseq and Hydra say much about what they set up
         self.prepare()
-        self.search.go()
-        for name in self.args.systems:
-            if name not in self.points:
-                self.failures.setdefault((name, 1), "diverged at every learning rate")
+        self.search()
         others = [(name, seed, self.points[name]) for name, seed in self.runs() if seed > 1]
-        self.side_by_side(self.train, others)
-        self.side_by_side(self.evaluate, self.runs())
+        self.commands.side_by_side(self.train, others)
+        self.commands.side_by_side(self.evaluate, self.runs())
         return self.results(self.measure())
-
-    def side_by_side(self, work, items):
-        """Call ``work(*item)`` with each item, as many at a time as --jobs says."""
-        self.commands.side_by_side(work, items, self.args.jobs)
-
-    def run(self, words, log, read, title):
-        """Run a command of fairseq that may have others beside it; see `Commands.run`."""
-        self.commands.run(words, log, read, title if self.args.jobs > 1 else "")
 
     def once(self, title, made, make):
         """Make a step, which has a number, unless it is done; see `Folder.once`."""
@@ -163,7 +146,8 @@ class Comparison:
                     remove(folder / "train.log")
                 words = ["fairseq-train", *self.words(name, point), "--seed", seed]
                 read = training(lambda updates: updates / args.updates)
-                self.run([*words, *resuming(checkpoints)], folder / "train.log", read, title)
+                words += resuming(checkpoints)
+                self.commands.run(words, folder / "train.log", read, title)
                 done.touch()
             from pipeline.recipes import average
 
@@ -180,19 +164,35 @@ class Comparison:
             diverged.touch()
         remove(checkpoints)
 
-    def validate(self, runs):
-        """Train the first seed at the points ``[(system, point), …]``; as `Search` needs it."""
-        self.planned.update(runs)
-        self.side_by_side(self.train, [(name, 1, point) for name, point in runs])
-        losses = {}
-        for name, point in runs:
-            folder = self.run_folder(name, 1, point)
-            if (folder / "averaged.pt").exists():
-                loss = self.validation(name, 1, point)[-1]["loss"]
-                losses[name, point] = loss if math.isfinite(loss) else None
-            elif (folder / "diverged").exists():
-                losses[name, point] = None
-        return losses
+    def search(self):
+        """Train the first seed of each system until its best point is found, all side by side."""
+        searching = {name: search.rounds() for name, search in self.searches.items()}
+        while searching:
+            waiting = {name: next(rounds, None) for name, rounds in searching.items()}
+            runs = [(name, 1, point) for name, points in waiting.items() for point in points or ()]
+            self.planned.update((name, point) for name, _, point in runs)
+            self.commands.side_by_side(self.train, runs)
+            for name, seed, point in runs:
+                loss = self.loss(name, seed, point)
+                if loss is not None or (name, seed) not in self.failures:  # which are no divergence
+                    self.searches[name].losses[point] = loss
+            for name, points in waiting.items():
+                if points is None or (name, 1) in self.failures:
+                    del searching[name]
+        for name, search in self.searches.items():
+            if (name, 1) in self.failures:
+                continue
+            if search.losses[search.best] is None:
+                self.failures[name, 1] = "diverged at every learning rate"
+            else:
+                self.points[name] = search.best
+
+    def loss(self, name, seed, point):
+        """Return the last loss of a run in validation, None if it diverged."""
+        if not (self.run_folder(name, seed, point) / "averaged.pt").exists():
+            return None
+        loss = self.validation(name, seed, point)[-1]["loss"]
+        return loss if math.isfinite(loss) else None
 
     def fail(self, name, seed, error, title):
         """Note why there is no run, so that the others go on. Raises `error` if all are stopped."""
@@ -219,7 +219,8 @@ class Comparison:
         def make(partial):
             system, model = self.args.systems[name], folder / "averaged.pt"
             words = evaluation_words(self.args, self.folder.binarised, system, model, partial)
-            self.run(words, partial if lm else folder / "generate.log", generation, title)
+            log = partial if lm else folder / "generate.log"
+            self.commands.run(words, log, generation, title)
 
         try:
             self.once(f"evaluating {title}", folder / ("averaged.txt" if lm else "generated"), make)
@@ -263,13 +264,13 @@ class Comparison:
         systems = {}
         for name in args.systems:
             row = systems[name] = {"options": args.systems[name], "seeds": {}}
-            losses = self.search.losses[name].items()
+            search = self.searches[name]
+            losses = search.losses.items()
             row["points"] = {self.label(name, point): loss for point, loss in losses}
             if name in self.points:
-                for axis in AXES if args.warmup else ["rate"]:
-                    chosen = getattr(self.points[name], axis)
-                    tried = self.search.tried(name, axis)
-                    row[f"{axis}s"] = {"chosen": chosen, "validation": tried}
+                for axis in Point._fields if args.warmup else ["rate"]:
+                    tried = search.tried(axis)
+                    row[f"{axis}s"] = {"chosen": getattr(search.best, axis), "validation": tried}
             row["speed"] = speeds.get(name)
             for (failed, seed), why in self.failures.items():
                 if failed == name:

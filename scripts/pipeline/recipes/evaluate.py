@@ -19,13 +19,8 @@ from pipeline.common.logs import read_hypotheses
 from pipeline.common.machine import has_gpu
 from pipeline.data.benchmarks import BENCHMARKS, fits
 from pipeline.recipes import config as configs
+from pipeline.recipes import scores as tools
 from pipeline.recipes.average import EPOCHS, UPDATES, average_checkpoints, find_checkpoints, save
-from pipeline.recipes.scores import (
-    detokenise,
-    detokenised_scores,
-    rouge_scores,
-    translation_scores,
-)
 from talk_fairseq.checkpoint_files import read_checkpoint
 
 from fairseq.checkpoint_utils import checkpoint_paths
@@ -210,16 +205,16 @@ class Evaluation:
         count = self.prepared["lines"][split]
         hypotheses = read_hypotheses(self.output / f"generate-{split}.txt", count, kind="H")
         moses = self.prepared["tokenizer"] == "moses"
-        text = detokenise(hypotheses, self.target) if moses else hypotheses
+        text = tools.detokenise(hypotheses, self.target) if moses else hypotheses
         write_lines(self.output / f"tokenized.{end}", hypotheses)
         write_lines(self.output / end, text)
         if self.benchmark == "cnn_dm":
-            return rouge_scores(hypotheses, references)
+            return tools.rouge_scores(hypotheses, references)
         compounds = self.reported == "compound_split_tokenised_bleu"
-        scores = translation_scores(hypotheses, references, compounds)
+        scores = tools.translation_scores(hypotheses, references, compounds)
         if plain.exists():
             lowercase = self.prepared["lowercase"]
-            scores |= detokenised_scores(text, read_lines(plain), lowercase)
+            scores |= tools.detokenised_scores(text, read_lines(plain), lowercase)
         return scores
 
     def perplexity(self, cfg, split):
