@@ -55,8 +55,10 @@ def table(results):
             ("generation", "generated_sentences_per_second", 2),
         ):
             cells.append(f"{speed[key]:,.{digits}f}" if speed else "not measured")
-            compared = base and speed and name != reference
-            cells.append(f"{faster(base, speed, part):.2f}x" if compared else None)
+            ratios = []  # of the times of each turn
+            if base and speed and name != reference:
+                ratios = [a / b for a, b in zip(speed[part]["turns"], base[part]["turns"])]
+            cells.append(f"{statistics.median(ratios):.2f}x" if ratios else None)
         memory = speed and speed["training"]["memory"]
         cells.append(None if memory is None else f"{memory / 2**20:,.0f}")
         rows.append(cells)
@@ -85,12 +87,6 @@ def reached(systems):
     title = "updates (minutes) to the validation perplexity of"
     headers = [title, *(f"{name}, {best[name]:.2f}" for name in aims)]
     return ["", *markdown(headers, rows).split("\n")] if len(rows) > 1 else []
-
-
-def faster(base, other, part):
-    """Return how many times faster the first is: the median over the turns."""
-    pairs = zip(base[part]["turns"], other[part]["turns"])
-    return statistics.median(theirs / its for its, theirs in pairs)
 
 
 def score_cells(task, row):

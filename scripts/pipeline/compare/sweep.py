@@ -173,9 +173,10 @@ class Comparison:
             self.planned.update((name, point) for name, _, point in runs)
             self.commands.side_by_side(self.train, runs)
             for name, seed, point in runs:
-                loss = self.loss(name, seed, point)
-                if loss is not None or (name, seed) not in self.failures:  # which are no divergence
-                    self.searches[name].losses[point] = loss
+                trained = (self.run_folder(name, seed, point) / "averaged.pt").exists()
+                loss = self.validation(name, seed, point)[-1]["loss"] if trained else math.nan
+                if trained or (name, seed) not in self.failures:  # which is no divergence
+                    self.searches[name].losses[point] = loss if math.isfinite(loss) else None
             for name, points in waiting.items():
                 if points is None or (name, 1) in self.failures:
                     del searching[name]
@@ -186,13 +187,6 @@ class Comparison:
                 self.failures[name, 1] = "diverged at every learning rate"
             else:
                 self.points[name] = search.best
-
-    def loss(self, name, seed, point):
-        """Return the last loss of a run in validation, None if it diverged."""
-        if not (self.run_folder(name, seed, point) / "averaged.pt").exists():
-            return None
-        loss = self.validation(name, seed, point)[-1]["loss"]
-        return loss if math.isfinite(loss) else None
 
     def fail(self, name, seed, error, title):
         """Note why there is no run, so that the others go on. Raises `error` if all are stopped."""

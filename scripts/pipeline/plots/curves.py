@@ -36,6 +36,7 @@ TITLES = {
     "accuracy": "accuracy, %",
     "lr": "learning rate",
 }
+UNITS = {"hours": 3600, "minutes": 60, "seconds": 1}  # of time; the longest run has two or more
 
 
 def label_logarithm(axis):
@@ -43,14 +44,6 @@ def label_logarithm(axis):
     axis.set_yscale("log")
     axis.yaxis.set_major_formatter(LogFormatter())
     axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
-
-
-def unit_of(entries):
-    """Return the unit in which the time of all entries reads well, and its seconds."""
-    longest = max((e["seconds"] for e in entries if math.isfinite(e["seconds"])), default=0)
-    if longest > 7200:
-        return "hours", 3600
-    return ("minutes", 60) if longest > 120 else ("seconds", 1)
 
 
 def look_of(name, tag, style):
@@ -74,7 +67,8 @@ def curves_figure(runs):
     drawn = [key for key in TITLES if any(key in entry for entry in entries)]
     if not drawn:
         raise ValueError(f"RUN: expected a log of {', '.join(TITLES)}, got none of them")
-    unit, length = unit_of(entries)
+    longest = max((e["seconds"] for e in entries if math.isfinite(e["seconds"])), default=0)
+    unit = next((unit for unit, length in UNITS.items() if longest > 2 * length), "seconds")
 
     figure = Figure(figsize=(11, 2.7 * len(drawn) + 0.4 + 0.25 * len(runs)), layout="constrained")
     axes = figure.subplots(len(drawn), 2, squeeze=False, sharey="row", sharex="col")
@@ -89,7 +83,7 @@ def curves_figure(runs):
                 dot = {"marker": "o"} if len(ys) == 1 else {}  # which no line shows
                 dot["markersize"] = 5
                 over_updates.plot([e["updates"] for e in points], ys, **look | dot)
-                over_time.plot([e["seconds"] / length for e in points], ys, **look | dot)
+                over_time.plot([e["seconds"] / UNITS[unit] for e in points], ys, **look | dot)
     for key, row in zip(drawn, axes):
         row[0].set_ylabel(TITLES[key])
         for axis in row:

@@ -161,61 +161,49 @@ class Session:
             words: fairseq-train with its options, but for the schedule and the checkpoints.
             keep: how many of the last checkpoints, beside ``checkpoint_last.pt``.
         """
-        updates, warmup, stop = self.args.updates, self.settings["warmup"], []
+        updates, warmup = self.args.updates, self.settings["warmup"]
         if updates:
-            start, end, title = 0, updates, f"{title} for {updates} updates"
+            start, end, left, stop = 0, updates, None, []
+            title = f"{title} for {updates} updates"
         else:
             seconds = max(LEAST, self.seconds())
-            first = seconds // 3
-            start, end = self.first_leg(title, folder, words, first)
-            title += f", second leg: updates {start} to {end}, at most {seconds - first} seconds"
+            first, left = seconds // 3, seconds - seconds // 3
+            start = self.leg(f"{title}, first leg: {first} seconds", folder / "steady", "plan", [
+                *words, "--stop-time-hours", f"{first / 3600:.4f}", "--warmup-updates", warmup,
+                "--total-num-update", 10**9, "--save-interval-updates", 100,
+                "--keep-interval-updates", 1,
+            ], first)  # fmt: skip
+            end = start + start * 19 // 10  # in twice the time, of which a little is spared
+            title += f", second leg: updates {start} to {end}, at most {left} seconds"
             stop = ["--stop-time-hours", f"{seconds / 3600:.4f}"]  # of both legs
+        return self.leg(title, folder / "falling", "done", [
+            *words, *stop, "--warmup-updates", start or min(warmup, end // 4),
+            "--total-num-update", end, "--max-update", end,
+            "--save-interval-updates", max(1, (end - start) // 40),
+            "--keep-interval-updates", keep,
+        ], left, origin=folder / "steady/checkpoint_last.pt")  # fmt: skip
 
-        def falling(partial):
-            share = (lambda so_far: so_far / end) if updates else by_the_clock(seconds - first)
-            made = self.leg(folder / "falling", share, [
-                *words, *stop, "--warmup-updates", start or min(warmup, end // 4),
-                "--total-num-update", end, "--max-update", end,
-                "--save-interval-updates", max(1, (end - start) // 40),
-                "--keep-interval-updates", keep,
-            ], origin=folder / "steady/checkpoint_last.pt")  # fmt: skip
-            partial.write_text(f"{made}\n")
+    def leg(self, title, folder, done, words, seconds, origin=None):
+        """Train, unless that is done, and return how many updates there were.
 
-        done = folder / "done"
-        self.folder.once(title, done, falling)
-        return int(done.read_text())
-
-    def first_leg(self, title, folder, words, seconds):
-        """Train for so long, unless that is done; return where the second leg begins and ends.
-
-        Both are numbers of updates. The second leg has twice the time, of which a little is spared.
+        Args:
+            folder: for the checkpoints; the file named `done` beside it has the number of updates.
+            words: fairseq-train with its options.
+            seconds: how long it may take, or None where it makes the updates that were asked for.
+            origin: a checkpoint to begin at, if it is there.
         """
+        log, done = folder.parent / "train.log", folder.parent / done
 
-        def steady(partial):
-            made = self.leg(folder / "steady", by_the_clock(seconds), [
-                *words, "--stop-time-hours", f"{seconds / 3600:.4f}",
-                "--warmup-updates", self.settings["warmup"], "--total-num-update", 10**9,
-                "--save-interval-updates", 100, "--keep-interval-updates", 1,
-            ])  # fmt: skip
-            partial.write_text(f"{made} {made + made * 19 // 10}\n")
+        def make(partial):
+            share = by_the_clock(seconds) if seconds else lambda so_far: so_far / self.args.updates
+            self.run([*words, *resuming(folder, origin)], training(share), log)
+            text = log.read_text(encoding="utf-8", errors="replace")
+            if not (saved_or_loaded := re.findall(r"@ (\d+) updates", text)):
+                raise Failed(f"{log}: expected checkpoints of a training, got none")
+            write_lines(partial, saved_or_loaded[-1:])
 
-        plan = folder / "plan"
-        self.folder.once(f"{title}, first leg: {seconds} seconds", plan, steady)
-        return map(int, plan.read_text().split())
-
-    def leg(self, folder, share, words, origin=None):
-        """Train, or go on with a training; return how many updates it has had.
-
-        It saves in the `folder` and begins at the checkpoint `origin`, if there is one; `share` is
-        as of `pipeline.common.fairseq.training`.
-        """
-        log = folder.parent / "train.log"
-        self.run([*words, *resuming(folder, origin)], training(share), log)
-        text = log.read_text(encoding="utf-8", errors="replace")
-        saved_or_loaded = re.findall(r"@ (\d+) updates", text)
-        if not saved_or_loaded:
-            raise Failed(f"{log}: expected checkpoints of a training, got none")
-        return int(saved_or_loaded[-1])
+        self.folder.once(title, done, make)
+        return int(done.read_text().split()[0])
 
     def finish(self):
         """Show the list of the commands, and how long it took."""
