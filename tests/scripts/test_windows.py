@@ -351,7 +351,7 @@ def random_layer(T, H, max_left, max_right=0, seed=0):
     left, right = np.random.default_rng(seed).random((2, T, H))
     conv = Namespace(max_left=max_left, max_right=max_right)
     offset_right = torch.tensor(right)[:, None] if max_right else None
-    return plot_windows.layer_of(conv, torch.tensor(left)[:, None], offset_right)
+    return plot_windows.Layer(conv, torch.tensor(left)[:, None], offset_right)
 
 
 VERSE = (

@@ -3,6 +3,8 @@
 import itertools
 from typing import NamedTuple
 
+import numpy as np
+
 WIDENED = 4  # rates, or warm-ups, that a system tries at most beyond those that are listed
 
 
@@ -11,12 +13,6 @@ class Point(NamedTuple):
 
     rate: str
     warmup: str
-
-
-def times(rate, factor):
-    """Return a multiple of a rate, spelt like ``4e-3``."""
-    digits, exponent = f"{float(rate) * factor:e}".split("e")
-    return f"{float(digits):g}e{int(exponent)}"
 
 
 class Search:
@@ -82,6 +78,6 @@ class Search:
             return []
         factor = 0.5 if chosen == tried[0] else 2
         if axis == "rate":
-            return [times(chosen, factor)]
+            return [np.format_float_scientific(float(chosen) * factor, trim="-", exp_digits=1)]
         updates = int(int(chosen) * factor)
         return [str(updates)] if 1 <= updates < self.updates else []

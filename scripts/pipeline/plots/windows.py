@@ -22,7 +22,6 @@ pieces already, with spaces between them.
 import math
 from argparse import Namespace
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -52,33 +51,25 @@ NAMES = {
 LINE = 0.86  # how much of a token's line its bars fill
 
 
-@dataclass
 class Layer:
-    """The windows of a layer in a sentence of T tokens.
+    """The windows of a layer, a TaLKConv, in a sentence: of the offsets (T, 1, H) that it predicts.
 
     Each head would look as far as `left` and `right` (T, H), in tokens, in a longer sentence.
     Between two tokens, a window takes only a part of one.
     """
 
-    max_left: int
-    max_right: int
-    left: np.ndarray
-    right: np.ndarray
+    def __init__(self, conv, offset_left, offset_right=None):
+        self.max_left, self.max_right = conv.max_left, conv.max_right
+        self.left = offset_left[:, 0].double().numpy() * conv.max_left
+        self.right = np.zeros_like(self.left)
+        if offset_right is not None:
+            self.right = offset_right[:, 0].double().numpy() * conv.max_right
 
     @property
     def inside(self):
         """Return how far the windows reach inside the sentence, to the left and right."""
         t = np.arange(len(self.left))[:, None]
         return np.minimum(self.left, t), np.minimum(self.right, t[::-1])
-
-
-def layer_of(conv, offset_left, offset_right):
-    """Return the `Layer` of a TaLKConv with the offsets (T, 1, H) that it predicts."""
-    left = offset_left[:, 0].double().numpy() * conv.max_left
-    right = np.zeros_like(left)
-    if offset_right is not None:
-        right = offset_right[:, 0].double().numpy() * conv.max_right
-    return Layer(conv.max_left, conv.max_right, left, right)
 
 
 @torch.no_grad()
@@ -91,7 +82,7 @@ def look(model, encoder=None, decoder=None):
     seen, context = {}, {}
 
     def record(layers, conv, arguments, _):
-        layers.append(layer_of(conv, *conv.predict_offsets(arguments[0])))
+        layers.append(Layer(conv, *conv.predict_offsets(arguments[0])))
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
