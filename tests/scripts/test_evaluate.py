@@ -20,7 +20,7 @@ from fairseq_cli import eval_lm, generate
 from pipeline.common.command import BadInput
 from pipeline.common.files import read_lines, write_lines
 from pipeline.common.logs import read_hypotheses
-from pipeline.recipes import average, config, evaluate, scores
+from pipeline.recipes import average, config, evaluate
 
 SPANISH = ["task.source_lang=es", "task.target_lang=en", "generation.beam=2"]
 EN_DE = "wmt16_en_de/talkconv"
@@ -106,7 +106,7 @@ def evaluation(*arguments):
     ],
 )  # fmt: skip
 def test_compounds_are_split_by_hand(line, parts):
-    assert scores.compound_split(line) == parts
+    assert evaluate.compound_split(line) == parts
 
 
 def by_command(hypotheses, references, *options):
@@ -137,14 +137,14 @@ def same(score, command):
 
 def test_scores_are_those_of_sacrebleus_command(texts, tmp_path):
     lines, paths = texts
-    ours = scores.translation_scores(*lines, compounds=True)
+    ours = evaluate.translation_scores(*lines, compounds=True)
     same(ours["tokenised_bleu"], *by_command_json(paths, "--tokenize", "none", "--force"))
     split = tmp_path / "split_hypotheses", tmp_path / "split_references"
     for path, text in zip(split, lines):
-        write_lines(path, map(scores.compound_split, text))
+        write_lines(path, map(evaluate.compound_split, text))
     same(ours["compound_split_tokenised_bleu"], *by_command_json(split, "--tokenize", "none"))
     assert ours["tokenised_bleu"]["score"] != ours["compound_split_tokenised_bleu"]["score"]
-    detokenised = scores.detokenised_scores(*lines)
+    detokenised = evaluate.detokenised_scores(*lines)
     bleu, chrf = by_command_json(paths, "-m", "bleu", "chrf")
     same(detokenised["sacrebleu"], bleu)
     same(detokenised["chrf"], chrf)
@@ -159,18 +159,18 @@ def by_command_json(paths, *options):
 
 
 def test_lower_cased_models_are_scored_without_case():
-    found = scores.detokenised_scores(["the old man ."], ["The Old Man ."], lowercase=True)
+    found = evaluate.detokenised_scores(["the old man ."], ["The Old Man ."], lowercase=True)
     assert found["chrf"]["score"] == pytest.approx(100)
     assert "case:lc" in found["sacrebleu"]["tool"]
 
 
 def test_rouge_of_tokenised_summaries_ignores_escapes():
-    found = scores.rouge_scores(["it &apos;s here . gone ."], ["it 's here . gone ."])
+    found = evaluate.rouge_scores(["it &apos;s here . gone ."], ["it 's here . gone ."])
     assert {name: score["score"] for name, score in found.items()} == dict.fromkeys(
         ("rouge_1", "rouge_2", "rouge_l", "rouge_lsum"), pytest.approx(100)
     )
     # The second sentence comes first: one longest common subsequence, but two by sentences.
-    swapped = scores.rouge_scores(["b c . d e f ."], ["d e f . b c ."])
+    swapped = evaluate.rouge_scores(["b c . d e f ."], ["d e f . b c ."])
     assert swapped["rouge_l"]["score"] < swapped["rouge_lsum"]["score"] == pytest.approx(100)
 
 
@@ -179,7 +179,7 @@ def test_moses_tokens_become_plain_text():
         "it &apos;s a test , isn &apos;t it ?",
         "&quot; self @-@ made &quot; &amp; &#91;1&#93;",
     ]
-    assert scores.detokenise(lines, "en") == [
+    assert evaluate.detokenise(lines, "en") == [
         "it's a test, isn't it?",
         '"self-made" & [1]',
     ]
@@ -212,7 +212,7 @@ def test_other_numbers_of_hypotheses_are_refused(tmp_path, numbers):
 
 def test_scores_need_as_many_references_as_hypotheses():
     with pytest.raises(ValueError, match="hypotheses: expected 2, one a reference, got 1"):
-        scores.translation_scores(["a"], ["a", "b"])
+        evaluate.translation_scores(["a"], ["a", "b"])
 
 
 def test_a_lost_hypothesis_leaves_no_scores(capfd, monkeypatch, verses, trained, tmp_path):

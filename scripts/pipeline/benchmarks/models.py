@@ -122,14 +122,13 @@ def measure(cell, prepare, amounts, args, report, enough=math.inf):
 def option_parser(name, description, turns, output):
     """Return harness.option_parser with the options that both benchmarks have."""
     parser = harness.option_parser(name, description, turns, 120, output)
-    parser.add_argument("--models", type=several(one_of(MODELS)), default=MODELS,
-                        help=f"default: {','.join(MODELS)}")  # fmt: skip
-    parser.add_argument("--profile", action="store_true",
-                        help="then print where a step goes, model by model")  # fmt: skip
+    add, names = parser.add_argument, ",".join(MODELS)
+    add("--models", type=several(one_of(MODELS)), default=MODELS, help=f"default: {names}")
+    add("--profile", action="store_true", help="then print where a step goes, model by model")
     for size, default in SIZES.items():
         option = "--" + size.replace("_", "-")
         least = 5 if size == "vocabulary" else 1  # 4 are fairseq's own
-        parser.add_argument(option, type=at_least(least), help=f"default: {default}")
+        add(option, type=at_least(least), help=f"default: {default}")
     return parser
 
 

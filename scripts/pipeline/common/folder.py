@@ -35,10 +35,8 @@ class Folder:
             return
         others = {path.name for path in self.path.iterdir()} - {"lock"}
         if any(not name.startswith(self.settings.name) for name in others):
-            raise BadInput(
-                f"{self.option}: {self.path} holds files that are not of a {self.what}; choose "
-                "another folder"
-            )
+            held = f"files that are not of a {self.what}; choose another folder"
+            raise BadInput(f"{self.option}: {self.path} holds {held}")
 
     def open(self, settings, restart=False, growing=()):
         """Lock the folder for a run with `settings`, a dictionary that JSON can hold.
@@ -65,11 +63,10 @@ class Folder:
         old, new = flat(before), flat(settings)
         for key in [*new, *old]:
             if old.get(key) != new.get(key):
-                raise BadInput(
-                    f"{self.option}: {self.path} holds a {self.what} with other settings "
-                    f"({key}: {str(old.get(key))[:80]}, not {str(new.get(key))[:80]}); choose "
-                    "another folder, or --restart to replace it"
-                )
+                had, given = (str(each.get(key))[:80] for each in (old, new))
+                held = f"a {self.what} with other settings ({key}: {had}, not {given})"
+                hint = "choose another folder, or --restart to replace it"
+                raise BadInput(f"{self.option}: {self.path} holds {held}; {hint}")
         if settings != there:
             write_json(self.settings, settings)
 
@@ -80,10 +77,9 @@ class Folder:
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BadInput(
-                f"{self.option}: another {self.what}, or a command of one that was killed, is "
-                f"running in {self.path}; wait for it or choose another folder"
-            ) from None
+            who = f"another {self.what}, or a command of one that was killed"
+            hint = f"is running in {self.path}; wait for it or choose another folder"
+            raise BadInput(f"{self.option}: {who}, {hint}") from None
 
     def close(self):
         """Let go of the lock."""

@@ -75,17 +75,13 @@ def option_parser():
 
 
 def parse(arguments=None):
-    """Return the options, with those of the preset and what follows from others. Raises BadInput.
-
-    configs/verses/cpu_seq2seq.yaml says what the preset's are.
-    """
+    """Return the options, with the preset's and what follows from others. Raises BadInput."""
     args = option_parser().parse_args(arguments)
     device, _, kind = args.preset.partition("_")
     preset = read_systems(f"{device}_{'lm' if args.task == 'lm' else 'seq2seq'}")
     schedule = preset["schedules"].get(f"{args.task}_{kind}".strip("_"))
     if schedule is None:
-        expected = f"{device} with --task {args.task}"
-        raise BadInput(f"--preset: expected {expected}, got {args.preset}")
+        raise BadInput(f"--preset: expected {device} with --task {args.task}, got {args.preset}")
     args.device = "cuda" if device == "gpu" else "cpu"
     args.reference, args.commands = preset["reference"], preset["commands"]
     args.training = preset["training"] | schedule.get("training", {})

@@ -62,7 +62,12 @@ def table(results):
         memory = speed and speed["training"]["memory"]
         cells.append(None if memory is None else f"{memory / 2**20:,.0f}")
         rows.append(cells)
-    rows += [[name, None, *cells] for name, cells in baseline_rows(results)]
+    if unigram := results.get("unigram"):
+        tokens, words = unigram["perplexity_per_token"], unigram["perplexity_per_word"]
+        rows.append(["unigram", None, f"{tokens:,.2f}", f"{words:,.1f}"])
+    if lead := results.get("lead"):
+        first, second, longest = (f"{lead[kind]:.2f}" for kind in ("rouge_1", "rouge_2", "rouge_l"))
+        rows.append([f"first {lead['words']} words", None, first, second, None, longest])
     rows = [row + [None] * (len(headers) - len(row)) for row in rows]
     return [*markdown(headers, rows).split("\n"), "", *notes(results)]
 
@@ -100,18 +105,6 @@ def score_cells(task, row):
     if task == "lm":
         return [f"{row['score']:,.2f}{spread}", f"{row['perplexity_per_word']:,.1f}"]
     return [f"{row['rouge_1']:.2f}", f"{row['rouge_2']:.2f}", p, f"{row['score']:.2f}{spread}"]
-
-
-def baseline_rows(results):
-    """Yield ``(name, cells of the scores)`` of what needs no training."""
-    if "unigram" in results:
-        unigram = results["unigram"]
-        tokens, words = unigram["perplexity_per_token"], unigram["perplexity_per_word"]
-        yield "unigram", [f"{tokens:,.2f}", f"{words:,.1f}"]
-    if "lead" in results:
-        lead = results["lead"]
-        first, second, longest = (f"{lead[kind]:.2f}" for kind in ("rouge_1", "rouge_2", "rouge_l"))
-        yield f"first {lead['words']} words", [first, second, None, longest]
 
 
 def notes(results):

@@ -64,12 +64,11 @@ class Search:
 
     def tried(self, axis):
         """Return ``{rate: loss}`` with the best warm-up so far, or the other way round."""
-        found = {}
-        for point, loss in self.losses.items():
-            value = getattr(point, axis)
-            if point == self.best._replace(**{axis: value}):
-                found[value] = loss
-        return {value: found[value] for value in sorted(found, key=float)}
+        (other,) = {*Point._fields} - {axis}
+        best = getattr(self.best, other)
+        here = [point for point in self.losses if getattr(point, other) == best]
+        here.sort(key=lambda point: float(getattr(point, axis)))
+        return {getattr(point, axis): self.losses[point] for point in here}
 
     def beyond(self, axis, tried, chosen):
         """Return what to try beyond the edge at which the chosen one of several is: one or none."""

@@ -8,16 +8,8 @@ import math
 import re
 import signal
 
+from pipeline.common import fairseq
 from pipeline.common.command import BadInput, Failed, run
-from pipeline.common.fairseq import (
-    Commands,
-    generation,
-    last_checkpoints,
-    numbered,
-    resuming,
-    set_environment,
-    training,
-)
 from pipeline.common.files import read_json, remove, write_json
 from pipeline.common.folder import show
 from pipeline.common.logs import read_runs
@@ -80,7 +72,7 @@ class Comparison:
         self.folder.open(settings, args.restart, growing=["systems"])
         on_cpu = args.device == "cpu"
         threads = max(1, cores() // args.jobs) if on_cpu else None
-        self.commands = Commands(on_cpu, args.jobs, threads, self.folder.lock)
+        self.commands = fairseq.Commands(on_cpu, args.jobs, threads, self.folder.lock)
 
     def label(self, name, point):
         """Return the name of a point: its rate, and with another warm-up RATE_UPDATES."""
@@ -141,17 +133,17 @@ class Comparison:
 
         def make(partial):
             if not done.exists():
-                if not numbered(checkpoints):  # nothing to go on from
+                if not fairseq.numbered(checkpoints):  # nothing to go on from
                     remove(checkpoints)
                     remove(folder / "train.log")
                 words = ["fairseq-train", *self.words(name, point), "--seed", seed]
-                read = training(lambda updates: updates / args.updates)
-                words += resuming(checkpoints)
+                read = fairseq.training(lambda updates: updates / args.updates)
+                words += fairseq.resuming(checkpoints)
                 self.commands.run(words, folder / "train.log", read, title)
                 done.touch()
             from pipeline.recipes import average
 
-            last = last_checkpoints(checkpoints, args.updates, args.schedule.averaged)
+            last = fairseq.last_checkpoints(checkpoints, args.updates, args.schedule.averaged)
             average.save(average.average_checkpoints(last), partial)
 
         try:
@@ -175,7 +167,7 @@ class Comparison:
             for name, seed, point in runs:
                 trained = (self.run_folder(name, seed, point) / "averaged.pt").exists()
                 loss = self.validation(name, seed, point)[-1]["loss"] if trained else math.nan
-                if trained or (name, seed) not in self.failures:  # which is no divergence
+                if trained or (name, seed) not in self.failures:  # a failure is no divergence
                     self.searches[name].losses[point] = loss if math.isfinite(loss) else None
             for name, points in waiting.items():
                 if points is None or (name, 1) in self.failures:
@@ -214,7 +206,7 @@ class Comparison:
             system, model = self.args.systems[name], folder / "averaged.pt"
             words = evaluation_words(self.args, self.folder.binarised, system, model, partial)
             log = partial if lm else folder / "generate.log"
-            self.commands.run(words, log, generation, title)
+            self.commands.run(words, log, fairseq.generation, title)
 
         try:
             self.once(f"evaluating {title}", folder / ("averaged.txt" if lm else "generated"), make)
@@ -259,8 +251,7 @@ class Comparison:
         for name in args.systems:
             row = systems[name] = {"options": args.systems[name], "seeds": {}}
             search = self.searches[name]
-            losses = search.losses.items()
-            row["points"] = {self.label(name, point): loss for point, loss in losses}
+            row["points"] = {self.label(name, at): loss for at, loss in search.losses.items()}
             if name in self.points:
                 for axis in Point._fields if args.warmup else ["rate"]:
                     tried = search.tried(axis)
@@ -300,7 +291,7 @@ def compare(arguments=None):
     """Run a comparison. Raises BadInput for bad options, and Failed if a part of it failed."""
     args = parse(arguments)
     if arguments is None:  # this process is the command's own
-        set_environment(args.device)
+        fairseq.set_environment(args.device)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # it stops what it started
     comparison = Comparison(args)
     with contextlib.closing(comparison.folder):

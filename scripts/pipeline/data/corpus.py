@@ -64,10 +64,8 @@ def read_corpus(folder, languages):
         corpus.update((name, read_sentences(folder, name)) for name in names)
         first, last = (len(corpus[name]) for name in (names[0], names[-1]))
         if first != last:
-            raise ValueError(
-                f"{folder}: expected as many lines in {names[0]} as in {names[-1]}, "
-                f"got {first} and {last}"
-            )
+            wanted = f"as many lines in {names[0]} as in {names[-1]}"
+            raise ValueError(f"{folder}: expected {wanted}, got {first} and {last}")
     return corpus
 
 

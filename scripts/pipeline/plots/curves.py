@@ -49,10 +49,9 @@ def label_logarithm(axis):
 def look_of(name, tag, style):
     """Return how a curve of a run is drawn, and what the legend says of it."""
     if tag == "train":
-        thin = {"linewidth": 0.9, "alpha": 0.8, "marker": ""}
-        return {**style, **thin, "label": f"{name}, training"}
+        return style | {"linewidth": 0.9, "alpha": 0.8, "marker": "", "label": f"{name}, training"}
     subset = "" if tag == "valid" else f" on {tag}"
-    return {**style, "linewidth": 2.2, "markersize": 5, "label": f"{name}, validation{subset}"}
+    return style | {"linewidth": 2.2, "markersize": 5, "label": f"{name}, validation{subset}"}
 
 
 def curves_figure(runs):

@@ -6,9 +6,7 @@ from pipeline.common.files import whole
 
 # They differ in hue also to colour-blind readers, and in lightness by steps of 11 of 100, so that
 # they differ in grey too; the first few differ most.
-PALETTE = (
-    "#0d0d0d", "#d24305", "#073a8a", "#67bae9", "#09a67f", "#9d2779", "#3b1f03", "#ecd019",
-)  # fmt: skip
+PALETTE = ("#0d0d0d", "#d24305", "#073a8a", "#67bae9", "#09a67f", "#9d2779", "#3b1f03", "#ecd019")
 MARKERS, LINES = "os^Dv<>P", ("-", "--", "-.", ":")
 
 
@@ -44,7 +42,5 @@ def add_legend(figure, axes, columns):
     found = {}
     for handle, label in pairs:
         found.setdefault(label, handle)
-    figure.legend(
-        found.values(), found, loc="outside lower center", frameon=False,
-        ncols=min(columns, len(found)),
-    )  # fmt: skip
+    columns = min(columns, len(found))
+    figure.legend(found.values(), found, loc="outside lower center", frameon=False, ncols=columns)

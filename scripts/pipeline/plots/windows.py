@@ -110,8 +110,7 @@ def load(checkpoint, data=None, user_dir=None):
     for option, folder in (("--data", data), ("--user-dir", user_dir)):
         if folder is not None and not folder.is_dir():
             raise ValueError(f"{option}: expected a folder, got {folder}")
-    if user_dir is not None:
-        utils.import_user_module(Namespace(user_dir=str(user_dir)))
+    utils.import_user_module(Namespace(user_dir=user_dir and str(user_dir)))
     overrides = {} if data is None else {"data": str(data)}
     try:
         (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
@@ -139,10 +138,7 @@ def cutter(path=None):
 
 
 def pieces_of(text, dictionary, cut, name):
-    """Return the pieces of a text, or those that token numbers stand for.
-
-    Raises ValueError, with the `name` of the text, where the dictionary has none of them.
-    """
+    """Return the pieces of a text, or of token numbers. ValueError if all are unknown."""
     if not isinstance(text, str):
         return [dictionary[number] for number in text]
     pieces = cut(text)

@@ -186,11 +186,8 @@ class Session:
     def leg(self, title, folder, done, words, seconds, origin=None):
         """Train, unless that is done, and return how many updates there were.
 
-        Args:
-            folder: for the checkpoints; the file named `done` beside it has the number of updates.
-            words: fairseq-train with its options.
-            seconds: how long it may take, or None where it makes the updates that were asked for.
-            origin: a checkpoint to begin at, if it is there.
+        That number is in the file named `done`, beside the `folder` of the checkpoints. It takes so
+        many `seconds`, or the updates of --updates (None), and may begin at a checkpoint `origin`.
         """
         log, done = folder.parent / "train.log", folder.parent / done
 

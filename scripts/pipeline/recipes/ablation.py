@@ -110,10 +110,8 @@ def ablate(args):
     results = read_json(args.results, {})
     for row, other in others.items():
         if row in results and any(results[row].get(key) != value for key, value in other.items()):
-            raise BadInput(
-                f"--results: expected results of {row} with the same settings, got others in "
-                f"{args.results}; choose another file, and another --save-dir"
-            )
+            got = f"got others in {args.results}; choose another file, and another --save-dir"
+            raise BadInput(f"--results: expected results of {row} with the same settings, {got}")
     args.results.parent.mkdir(parents=True, exist_ok=True)
     for row in args.rows:
         for seed in args.seeds:

@@ -32,7 +32,7 @@ def find_checkpoints(folder, pattern, count):
     last. Raises ValueError if there are fewer files, or best ones by several metrics.
     """
     found = checkpoint_paths(folder, pattern)[::-1]
-    if count < 1 or len(found) < count:
+    if len(found) < count:
         raise ValueError(f"expected {count} files like {pattern} in {folder}, got {len(found)}")
     if pattern == BEST:
         metrics = {name.rpartition("_")[0] for name in found}

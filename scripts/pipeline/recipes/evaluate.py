@@ -4,13 +4,17 @@ The scores, as JSON, and the hypotheses are kept in CHECKPOINTS/evaluation.
 """
 
 import functools
+import html
 import logging
 import re
 import sys
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 from omegaconf import OmegaConf
+from sacrebleu.metrics import BLEU, CHRF
+from sacremoses import MosesDetokenizer
 
 from pipeline.common import command
 from pipeline.common.command import BadInput
@@ -19,9 +23,9 @@ from pipeline.common.logs import read_hypotheses
 from pipeline.common.machine import has_gpu
 from pipeline.data.benchmarks import BENCHMARKS, fits
 from pipeline.recipes import config as configs
-from pipeline.recipes import scores as tools
 from pipeline.recipes.average import EPOCHS, UPDATES, average_checkpoints, find_checkpoints, save
 from talk_fairseq.checkpoint_files import read_checkpoint
+from talk_fairseq.rouge import rouge
 
 from fairseq.checkpoint_utils import checkpoint_paths
 from fairseq.dataclass.configs import GenerationConfig
@@ -36,6 +40,67 @@ REPORTED = {
 LENPENS = [0.2, 0.4, 0.6, 0.8, 1, 1.2, 1.4, 1.6, 1.8, 2]
 AVERAGES = [1, 5, 10]
 LENGTHS = [80, 100, 120, 140, 160]
+
+
+def compound_split(line):
+    """Return a tokenised line with its compounds split, as for the published En-De scores.
+
+    ``a-b`` becomes ``a ##AT##-##AT## b`` from left to right. A character is matched once, so
+    that of ``a-b-c``, whose middle part has one, the second hyphen stays.
+    """
+    return re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line)
+
+
+def scores_by(hypotheses, references, **metrics):
+    """Return ``{name: {"score", "tool"}}`` by metrics of sacreBLEU.
+
+    Raises ValueError for other numbers of hypotheses than of references.
+    """
+    if (found := len(hypotheses)) != (wanted := len(references)):
+        raise ValueError(f"hypotheses: expected {wanted:,}, one a reference, got {found:,}")
+    scores = {}
+    for name, metric in metrics.items():
+        score = metric.corpus_score(hypotheses, [references]).score
+        scores[name] = {"score": score, "tool": f"sacreBLEU {metric.get_signature()}"}
+    return scores
+
+
+def translation_scores(hypotheses, references, compounds=False):
+    """Return ``{name: {"score", "tool"}}`` of tokenised lines, with `compounds` split ones too.
+
+    The tokens are taken as they stand (``--tokenize none --force`` of sacreBLEU).
+    """
+    bleu = BLEU(tokenize="none", force=True)
+    scores = scores_by(hypotheses, references, tokenised_bleu=bleu)
+    if compounds:
+        split = [[compound_split(line) for line in lines] for lines in (hypotheses, references)]
+        scores |= scores_by(*split, compound_split_tokenised_bleu=bleu)
+    return scores
+
+
+def detokenised_scores(hypotheses, references, lowercase=False):
+    """Return ``{name: {"score", "tool"}}`` of plain text; `lowercase` for lower-cased models."""
+    metrics = {"sacrebleu": BLEU(lowercase=lowercase), "chrf": CHRF(lowercase=lowercase)}
+    return scores_by(hypotheses, references, **metrics)
+
+
+def rouge_scores(hypotheses, references):
+    """Return ``{name: {"score", "tool"}}`` of tokenised summaries, in percent.
+
+    ``" . "`` ends a sentence. Moses's escapes (``&apos;``) are undone: their letters would count
+    as a word.
+    """
+    texts = [[html.unescape(line) for line in lines] for lines in (hypotheses, references)]
+    settings = "F-measure, stemming, sentences separated by ' . '"
+    tool = f"rouge-score {version('rouge-score')}, {settings}"
+    scores = rouge(*texts, sentence_separator=" . ")
+    return {name: {"score": score, "tool": tool} for name, score in scores.items()}
+
+
+def detokenise(lines, language):
+    """Return Moses tokens as plain text."""
+    moses = MosesDetokenizer(language)
+    return [moses.detokenize(line.split()) for line in lines]
 
 
 def parse(arguments):
@@ -117,8 +182,7 @@ class Evaluation:
         self.benchmark = self.name.partition("/")[0]
         self.config = configs.with_overrides(recipe, args.overrides)
         configs.check_options(self.config)
-        data = configs.chosen_folder(args.data, self.config, "task.data", self.name)
-        self.data = data.absolute()
+        self.data = configs.chosen_folder(args.data, self.config, "task.data", self.name).absolute()
         self.prepared = read_prepared(self.name, self.data)
         for split in [args.split, "valid"] if args.tune else [args.split]:
             if split not in self.prepared["lines"]:
@@ -153,8 +217,7 @@ class Evaluation:
             configs.check_average(self.config, average)
             if not self.is_run:
                 raise BadInput(f"--average: expected 1 of a single checkpoint, got {average}")
-            found = find_checkpoints(self.checkpoints, self.pattern, average)
-            return [Path(path) for path in found]
+            return list(map(Path, find_checkpoints(self.checkpoints, self.pattern, average)))
         names = ["checkpoint_last.pt"] if self.ema else ["checkpoint_best.pt", "checkpoint_last.pt"]
         paths = [self.checkpoints / name for name in names] if self.is_run else [self.checkpoints]
         there = [path for path in paths if path.exists()]
@@ -205,16 +268,16 @@ class Evaluation:
         count = self.prepared["lines"][split]
         hypotheses = read_hypotheses(self.output / f"generate-{split}.txt", count, kind="H")
         moses = self.prepared["tokenizer"] == "moses"
-        text = tools.detokenise(hypotheses, self.target) if moses else hypotheses
+        text = detokenise(hypotheses, self.target) if moses else hypotheses
         write_lines(self.output / f"tokenized.{end}", hypotheses)
         write_lines(self.output / end, text)
         if self.benchmark == "cnn_dm":
-            return tools.rouge_scores(hypotheses, references)
+            return rouge_scores(hypotheses, references)
         compounds = self.reported == "compound_split_tokenised_bleu"
-        scores = tools.translation_scores(hypotheses, references, compounds)
+        scores = translation_scores(hypotheses, references, compounds)
         if plain.exists():
             lowercase = self.prepared["lowercase"]
-            scores |= tools.detokenised_scores(text, read_lines(plain), lowercase)
+            scores |= detokenised_scores(text, read_lines(plain), lowercase)
         return scores
 
     def perplexity(self, cfg, split):
@@ -227,9 +290,8 @@ class Evaluation:
         tokens = load_indexed_dataset(str(self.data / split))  # its sizes live no longer than it
         count = int(tokens.sizes.sum())
         if count != words:
-            raise ValueError(
-                f"tokens: expected {words:,}, the words and ends of line of {split}, got {count:,}"
-            )
+            wanted = f"{words:,}, the words and ends of line of {split}"
+            raise ValueError(f"tokens: expected {wanted}, got {count:,}")
         cfg.eval_lm.softmax_batch = 1024  # limits memory
         cfg.dataset.data_buffer_size = 0  # a thread that reads ahead aborts a run at times
         loss = float(eval_lm.main(cfg)["loss"])  # in bits

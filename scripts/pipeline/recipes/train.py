@@ -56,15 +56,11 @@ def check_folder(save_dir, trained):
         if "batch_tokens" in earlier:
             trained.batch_tokens = earlier.batch_tokens
         for key, (before, here) in others.items():
-            raise BadInput(
-                f"--save-dir: expected a run of the same config in {save_dir}, got one with "
-                f"{key} {before}, not {here}; choose another folder"
-            )
+            got = f"got one with {key} {before}, not {here}; choose another folder"
+            raise BadInput(f"--save-dir: expected a run of the same config in {save_dir}, {got}")
     elif list(save_dir.glob("*.pt")):
-        raise BadInput(
-            f"--save-dir: expected a folder of scripts/train.sh, got checkpoints of something "
-            f"else in {save_dir}; choose another folder"
-        )
+        got = f"got checkpoints of something else in {save_dir}; choose another folder"
+        raise BadInput(f"--save-dir: expected a folder of scripts/train.sh, {got}")
 
 
 def key_of(override):
@@ -91,10 +87,8 @@ def choose_devices(args, recipe, config):
 
     found = torch.cuda.device_count()
     if args.devices and args.devices > found:
-        raise BadInput(
-            f"--devices: expected at most the {found} GPUs of this machine, got {args.devices}; "
-            "--cpu uses processes instead"
-        )
+        wanted = f"at most the {found} GPUs of this machine, got {args.devices}"
+        raise BadInput(f"--devices: expected {wanted}; --cpu uses processes instead")
     if args.devices or found == 0 or sets_steps(args):
         return found == 0, args.devices or max(1, found)
     sharing = [n for n in range(1, found + 1) if steps_of(recipe, config, n * args.nodes)]
@@ -105,10 +99,9 @@ def most_tokens(config):
     """Return the most tokens of a step of a process. Raises BadInput without such a limit."""
     if tokens := OmegaConf.select(config, "dataset.max_tokens"):
         return tokens
-    raise BadInput(
-        "dataset.max_tokens: expected a number, by which the batch of an update is counted, got "
-        "none; optimization.update_freq=[N] sets another batch"
-    )
+    wanted = "a number, by which the batch of an update is counted, got none"
+    hint = "optimization.update_freq=[N] sets another batch"
+    raise BadInput(f"dataset.max_tokens: expected {wanted}; {hint}")
 
 
 def whole_batch(recipe):
