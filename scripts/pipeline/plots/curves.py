@@ -48,10 +48,11 @@ def label_logarithm(axis):
 
 def look_of(name, tag, style):
     """Return how a curve of a run is drawn, and what the legend says of it."""
+    look = style | {"markersize": 5}
     if tag == "train":
-        return style | {"linewidth": 0.9, "alpha": 0.8, "marker": "", "label": f"{name}, training"}
+        return look | {"linewidth": 0.9, "alpha": 0.8, "marker": "", "label": f"{name}, training"}
     subset = "" if tag == "valid" else f" on {tag}"
-    return style | {"linewidth": 2.2, "markersize": 5, "label": f"{name}, validation{subset}"}
+    return look | {"linewidth": 2.2, "label": f"{name}, validation{subset}"}
 
 
 def curves_figure(runs):
@@ -80,7 +81,6 @@ def curves_figure(runs):
                     continue
                 ys = [entry[key] for entry in points]
                 dot = {"marker": "o"} if len(ys) == 1 else {}  # which no line shows
-                dot["markersize"] = 5
                 over_updates.plot([e["updates"] for e in points], ys, **look | dot)
                 over_time.plot([e["seconds"] / UNITS[unit] for e in points], ys, **look | dot)
     for key, row in zip(drawn, axes):
