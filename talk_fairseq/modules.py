@@ -84,6 +84,8 @@ class TaLKConv(_RetainsDropout):
         normalize: divide by ``max_left + max_right + 1`` (section 3.2); off in an ablation only.
         spread: begin with windows of all lengths, by the biases of the offsets; without it, each
             head begins with about half of the largest window. Not in the paper.
+        zero_weights: begin with weights of 0 from tokens to offsets, so that each head's windows
+            are alike for all tokens at first. Not in the paper, where they begin at random.
         spread_windows: give each head its own largest window, from 2 tokens to `max_left` (and
             `max_right`) in equal ratios: near and far heads in one layer. Not in the paper.
         root_normalize: divide by the square root of the predicted length of each window in place of
@@ -104,6 +106,7 @@ class TaLKConv(_RetainsDropout):
         offset_dropout=0.0,
         normalize=True,
         spread=False,
+        zero_weights=False,
         spread_windows=False,
         root_normalize=False,
     ):
@@ -122,6 +125,8 @@ class TaLKConv(_RetainsDropout):
         self.offsets = nn.Linear(channels, sides * heads)
         nn.init.xavier_uniform_(self.offsets.weight)
         nn.init.zeros_(self.offsets.bias)
+        if zero_weights:
+            nn.init.zeros_(self.offsets.weight)
         if spread:
             with torch.no_grad():
                 self.offsets.bias.copy_(_spread_biases(heads, sides))

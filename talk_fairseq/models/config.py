@@ -66,6 +66,7 @@ class TaLKConvUnitConfig:
     )
     talk_normalize: bool = option(True, "divide each window's sum by the largest window")
     spread_offsets: bool = option(False, "begin with windows of all lengths, one a head")
+    zero_offset_weights: bool = option(False, "begin with windows that are alike for all tokens")
     spread_windows: bool = option(
         False, "heads have largest windows of their own, from 2 tokens to the layer's"
     )

@@ -95,6 +95,14 @@ def test_spread_offsets_begin_between_nothing_and_the_largest_window(heads):
         assert pairs.amax(1).min() > 0.87 and pairs.amin(1).max() < 0.02
 
 
+def test_weights_of_0_begin_with_windows_alike_for_all_tokens():
+    conv, x = TaLKConv(64, 8, 9, 5, spread=True, zero_weights=True), torch.randn(20, 2, 64)
+    for offset, alike in zip(conv.predict_offsets(x), conv.predict_offsets(torch.zeros(1, 1, 64))):
+        assert torch.equal(offset, alike.expand_as(offset)) and offset.unique().numel() > 1
+    conv(x).square().sum().backward()
+    assert conv.offsets.weight.grad.abs().min() > 0  # they learn to differ
+
+
 def test_windows_of_their_own_are_told():
     assert "spread_windows=True" in repr(TaLKConv(8, 4, 15, spread_windows=True))
     assert "spread_windows=False" in repr(TaLKConv(8, 4, 15))
@@ -138,9 +146,8 @@ def test_gradients_of_spread_windows_divided_by_their_root(max_right):
 
 
 def test_independent_tokens_give_windows_of_all_lengths_one_variance():
-    conv = TaLKConv(64, 8, 63, spread=True, spread_windows=True, root_normalize=True)
-    with torch.no_grad():
-        conv.offsets.weight.zero_()
+    options = {"spread": True, "spread_windows": True, "root_normalize": True}
+    conv = TaLKConv(64, 8, 63, zero_weights=True, **options)
     heads = conv(torch.randn(2000, 2, 64))[100:].unflatten(-1, (8, 8))
     assert (heads.std((0, 1, 3)) - 1).abs().max() < 0.15
 
