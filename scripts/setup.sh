@@ -83,8 +83,7 @@ if command -v flock >/dev/null; then
     flock 9 || echo "setup.sh: this file system has no locks: run one command at a time" >&2
 fi
 
-# Says what was installed, and from what: if that is still the same, there is nothing to do. It is
-# there from the moment that .venv is made, as "unfinished" at first.
+# Says what was installed, and from what; "unfinished" from the moment that .venv is made.
 stamp=.venv/installed
 instead='remove it (rm -rf .venv) or give it another name (mv .venv old)'
 if [[ -e .venv && ! -f "$stamp" ]]; then
@@ -94,10 +93,11 @@ version=$(version_of .venv/bin/python)
 if [[ -f "$stamp" ]]; then
     there=$(sed -n 2p "$stamp")
     if [[ "${there:-$root }" != "$root "* ]]; then # programs in it name the folder that it was in
+        [[ ! -L .venv ]] || fail "expected the .venv of this folder, got a link to another; $instead"
         version=none
-    elif [[ "$(head -1 "$stamp")" == unfinished* ]] && ! .venv/bin/python -m pip --version; then
+    elif [[ "$(head -1 "$stamp")" == unfinished* ]] && ! .venv/bin/python -m pip -V &>/dev/null; then
         version=none
-    fi >/dev/null 2>&1
+    fi
 fi
 python=.venv/bin/python
 [[ "$version" != none && -z "${PYTHON-}" ]] || python=$(find_python)
