@@ -58,7 +58,7 @@ def option_parser():
         help="runs of each system, with seeds 1 to N (default: 1; cpu_small, gpu: 3)")  # fmt: skip
     add("--updates", type=at_least(1), metavar="N",
         help="of each run (default: 1,600; lm: 1,200; summ: 2,000; cpu_long: 8,000, lm 6,000; "
-        "gpu: 1,600, lm 2,500)")  # fmt: skip
+        "gpu: 1,600, lm 1,000)")  # fmt: skip
     add("--tokens", type=at_least(65), metavar="N",  # speed is of 64 tokens
         help="of the blocks that a language model sees (default: 256; gpu: 512)")  # fmt: skip
     add("--lr", type=learning_rates, metavar="A,B",
