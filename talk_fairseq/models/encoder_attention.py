@@ -25,17 +25,16 @@ class EncoderAttention(MultiheadAttention):
 
     Args:
         args, options: as fairseq's.
-        copies: take keys that `with_tokens` made: the values are the encoder's outputs plus the
-            embeddings of its tokens. The projections of the values and of the output begin such
-            that, but for biases, a token that is attended to comes out halved. So the decoder
-            sees from the first update on which tokens it attends to.
+        copies: take the keys and values of `with_tokens`. The projections of the values and of the
+            output begin such that, but for biases, a token that is attended to comes out halved.
+            So the decoder sees from the first update on which tokens it attends to.
         aligns: normalise queries and keys in each head, multiply the scores by its learned
             sharpness (at first 1), and let the score of target token i and source token j fall by
             its learned slope (at first 0) times ``abs(i - j)``. Padding has no position in the
             source, and comes after the tokens of the target.
-        follows: with `copies`, keys are the encoder's outputs plus the embedding of the token
-            before, and half of the heads begin with the same projection for queries and keys but
-            for biases. So a decoder that has copied a token begins by attending to the next one.
+        follows: with `copies`, where keys follow their tokens: half of the heads begin with the
+            same projection for queries and keys but for biases. So a decoder that has copied a
+            token begins by attending to the next one.
 
     Raises ValueError for `copies` with an encoder of another width, and for `follows` alone.
     """
@@ -45,7 +44,7 @@ class EncoderAttention(MultiheadAttention):
     def __init__(self, *args, copies=False, aligns=False, follows=False, **options):
         super().__init__(*args, **options)
         self.dropout_module.module_name = "MultiheadAttention"  # for --retain-dropout-modules
-        self.copies, self.aligns, self.follows = copies, aligns, follows
+        self.copies, self.aligns = copies, aligns
         if aligns:
             self.sharpness = nn.Parameter(torch.ones(self.num_heads, 1))
             self.slopes = nn.Parameter(torch.zeros(self.num_heads, 1, 1, 1))
@@ -126,16 +125,13 @@ class EncoderAttention(MultiheadAttention):
         (N, 1, 1, 1, S) relative to the query after these. fairseq's decoders reorder each entry.
         """
         if self.copies:
-            key, tokens = key.chunk(2, dim=-1)
-            value = key + tokens
+            key, value = key.chunk(2, dim=-1)
         padding = None if key_padding_mask is None else key_padding_mask.bool()
-        if self.follows:
-            if padding is not None:  # its embedding does not stay 0 where the output shares it
-                tokens = tokens.masked_fill(padding.t().unsqueeze(-1), 0)
-            key = key + F.pad(tokens[:-1], (0, 0, 0, 0, 1, 0))
         S, N, _ = key.shape
         heads = S, N, self.num_heads, self.head_dim
-        keys, values = self.k_proj(key).view(heads), self.v_proj(value).view(heads)
+        # In two dimensions: in three, the bias of strided rows takes a kernel of its own.
+        keys = self.k_proj(key.flatten(0, 1)).view(heads)
+        values = self.v_proj(value.flatten(0, 1)).view(heads)
         state = {"values": values.permute(1, 2, 0, 3).contiguous(), "padding": padding}
         if self.aligns:
             keys = F.layer_norm(keys, [self.head_dim]) * self.sharpness
@@ -233,10 +229,20 @@ def check_padding_of_targets(task):
         raise ValueError("left_pad_target: expected False with align_attention, got True")
 
 
-def with_tokens(encoder_out):
-    """Return `encoder_out` whose outputs (S, N, C) are followed by its tokens' embeddings (2C)."""
-    (x,), (tokens,) = encoder_out["encoder_out"], encoder_out["encoder_embedding"]
-    return {**encoder_out, "encoder_out": [torch.cat([x, tokens.transpose(0, 1)], dim=-1)]}
+def with_tokens(encoder_out, tokens, follows):
+    """Return `encoder_out` with keys and values (S, N, 2C) for an EncoderAttention that copies.
+
+    Values are the encoder's outputs plus the embeddings `tokens`, both (S, N, C). Keys are the
+    outputs or, if it `follows`, these plus the embedding of the token before.
+    """
+    (x,) = encoder_out["encoder_out"]
+    key, before = x, tokens[:-1]
+    if follows:
+        if padding := encoder_out["encoder_padding_mask"]:
+            # The embedding of padding does not stay 0 where the output shares it.
+            before = before.masked_fill(padding[0].t()[:-1].unsqueeze(-1), 0)
+        key = x + F.pad(before, (0, 0, 0, 0, 1, 0))
+    return {**encoder_out, "encoder_out": [torch.cat([key, x + tokens], dim=-1)]}
 
 
 def _sentences(N, k, device):

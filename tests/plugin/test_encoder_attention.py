@@ -93,16 +93,15 @@ def test_copies_of_tokens(k):
         MultiheadAttention(8, 2, **arguments),
     )
     theirs.load_state_dict(ours.state_dict())
-    x, tokens = torch.randn(7, 3, 8), torch.randn(3, 7, 8)
+    x, tokens = torch.randn(7, 3, 8), torch.randn(7, 3, 8)
     mask = torch.arange(7) >= torch.tensor([[7], [4], [5]])
-    found = with_tokens({"encoder_out": [x], "encoder_embedding": [tokens], "rows": "kept"})
+    found = with_tokens({"encoder_out": [x], "rows": "kept"}, tokens, follows=False)
     (memory,) = found["encoder_out"]
     assert memory.shape == (7, 3, 16) and found["rows"] == "kept"
     rows = torch.arange(3).repeat_interleave(k or 1)
     query = torch.randn(2, len(rows), 8)
     out, _ = ours(query, memory, memory, mask, None if k is None else {})
-    values = (x + tokens.transpose(0, 1))[:, rows]
-    expected, _ = theirs(query, x[:, rows], values, mask[rows])
+    expected, _ = theirs(query, x[:, rows], (x + tokens)[:, rows], mask[rows])
     assert torch.allclose(out, expected, rtol=0, atol=1e-6)
 
 
@@ -110,7 +109,8 @@ def test_copies_begin_as_half_of_what_is_attended_to():
     ours = EncoderAttention(8, 2, kdim=8, vdim=8, encoder_decoder_attention=True, copies=True)
     torch.nn.init.zeros_(ours.v_proj.bias)
     x, tokens = torch.randn(1, 3, 8), torch.randn(1, 3, 8)
-    out, _ = ours(torch.randn(5, 3, 8), memory := torch.cat([x, tokens], -1), memory)
+    (memory,) = with_tokens({"encoder_out": [x]}, tokens, follows=False)["encoder_out"]
+    out, _ = ours(torch.randn(5, 3, 8), memory, memory)
     assert torch.allclose(out, ((x + tokens) / 2).expand(5, 3, 8), rtol=0, atol=1e-6)
 
 
@@ -128,7 +128,9 @@ def test_keys_of_what_came_before(padding):
     for n in range(3):
         for before, s in zip(range(6), range(1, 7)):
             keys[s, n] += tokens[before, n] * (not mask[n, before])
-    memory, query = torch.cat([x, tokens], -1), torch.randn(2, 3, 8)
+    encoder_out = {"encoder_out": [x], "encoder_padding_mask": [mask] if padding else []}
+    (memory,) = with_tokens(encoder_out, tokens, follows=True)["encoder_out"]
+    query = torch.randn(2, 3, 8)
     out, _ = ours(query, memory, memory, mask if padding else None)
     expected, _ = theirs(query, keys, x + tokens, mask)
     assert torch.allclose(out, expected, rtol=0, atol=1e-6)
@@ -140,7 +142,8 @@ def test_following_begins_with_what_comes_after_the_same_token(heads):
         64, heads, encoder_decoder_attention=True, copies=True, aligns=True, follows=True
     )
     tokens = torch.randn(9, 1, 64)
-    memory = torch.cat([torch.zeros_like(tokens), tokens], -1)
+    encoder_out = {"encoder_out": [torch.zeros_like(tokens)], "encoder_padding_mask": []}
+    (memory,) = with_tokens(encoder_out, tokens, follows=True)["encoder_out"]
     _, weights = ours(tokens[:-1], memory, memory, need_head_weights=True)
     found = weights[:, 0].argmax(-1) == torch.arange(1, 9)
     assert found[: (heads + 1) // 2].all() and not found[(heads + 1) // 2 :].all(-1).any()

@@ -7,8 +7,6 @@ A user directory of fairseq, with which configs/verses/cpu_seq2seq.yaml tells wh
 does from what windows do.
 """
 
-import torch
-
 import talk_fairseq  # noqa: F401 (first, as it patches fairseq)
 
 # isort: split
@@ -26,11 +24,12 @@ from talk_fairseq.models.encoder_attention import (
     SharingDecoder,
     SharingEncoder,
     check_padding_of_targets,
+    with_tokens,
 )
 
 
 class CopiedEncoder(SharingEncoder, LightConvEncoder):
-    """fairseq's, whose outputs (T, B, C) are followed by the tokens' embeddings: (T, B, 2C).
+    """fairseq's, with keys and values for an EncoderAttention in place of its outputs.
 
     It looks tokens up twice, so the criterion `simcut` would cut the two apart.
     """
@@ -38,7 +37,7 @@ class CopiedEncoder(SharingEncoder, LightConvEncoder):
     def forward(self, src_tokens, src_lengths=None):
         out = super().forward(src_tokens, src_lengths)
         tokens = self.embed_scale * self.embed_tokens(src_tokens).transpose(0, 1)
-        return {**out, "encoder_out": [torch.cat([out["encoder_out"][0], tokens], dim=-1)]}
+        return with_tokens(out, tokens, self.follows)
 
 
 class CopyingDecoder(SharingDecoder, LightConvDecoder):
@@ -60,11 +59,13 @@ class CopyingLightConvModel(LightConvModel):
     @classmethod
     def build_model(cls, args, task):
         aligns = getattr(args, "align_attention", False)
+        follows = getattr(args, "follow_attention", False)
         if aligns:
             check_padding_of_targets(task)
         model = super().build_model(args, task)
         # fairseq names the classes that it builds.
         model.encoder.__class__, model.decoder.__class__ = CopiedEncoder, CopyingDecoder
+        model.encoder.follows = follows
         for layer in model.decoder.layers:
             layer.encoder_attn = EncoderAttention(
                 layer.embed_dim,
@@ -73,7 +74,7 @@ class CopyingLightConvModel(LightConvModel):
                 encoder_decoder_attention=True,
                 copies=True,
                 aligns=aligns,
-                follows=getattr(args, "follow_attention", False),
+                follows=follows,
             )
         return model
 
