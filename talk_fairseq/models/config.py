@@ -51,7 +51,7 @@ def option(default, text, **metadata):
 class TaLKConvUnitConfig:
     """What the unit adds to the options of a fairseq model with a decoder.
 
-    Windows are one entry a layer, as text ("3,7,15,31x4": 31 four times) or as a YAML list.
+    Windows are one entry per layer, as text ("3,7,15,31x4": 31 four times) or as a YAML list.
     """
 
     activation_fn: str = option("swish", "activation function")
@@ -65,7 +65,7 @@ class TaLKConvUnitConfig:
         0, "taps of a depthwise convolution before the decoder's windows (0: none)"
     )
     talk_normalize: bool = option(True, "divide each window's sum by the largest window")
-    spread_offsets: bool = option(False, "begin with windows of all lengths, one a head")
+    spread_offsets: bool = option(False, "begin with windows of all lengths, one per head")
     zero_offset_weights: bool = option(False, "begin with windows that are alike for all tokens")
     spread_windows: bool = option(
         False, "heads have largest windows of their own, from 2 tokens to the layer's"
@@ -184,13 +184,13 @@ def window_list(name, windows, layers):
             given = [int(found[1]) for found in entries for _ in range(int(found[2] or 1))]
     if not isinstance(given, (list, tuple)) or any(type(window) is not int for window in given):
         raise ValueError(
-            f"{name}: expected windows such as '3,7,31x2', one a layer, got {windows!r}"
+            f"{name}: expected windows such as '3,7,31x2', one per layer, got {windows!r}"
         )
     if min(given, default=0) < 0:
         raise ValueError(f"{name}: expected windows of at least 0 tokens, got {list(given)}")
     if len(given) != layers:
         raise ValueError(
-            f"{name}: expected {layers} windows, one a layer, got {len(given)}: {given}"
+            f"{name}: expected {layers} windows, one per layer, got {len(given)}: {given}"
         )
     return list(given)
 

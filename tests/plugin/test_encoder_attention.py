@@ -86,7 +86,7 @@ def test_weights_of_halves_are_in_float32():
 
 @pytest.mark.parametrize("k", [None, 1, 4])
 def test_copies_of_tokens(k):
-    """Keys are outputs, values the outputs plus embeddings; k rows a sentence, or a full pass."""
+    """Keys are outputs, values the outputs plus embeddings; k rows per sentence, or a full pass."""
     arguments = dict(kdim=8, vdim=8, encoder_decoder_attention=True)
     ours, theirs = (
         EncoderAttention(8, 2, copies=True, **arguments),
@@ -250,7 +250,7 @@ def reorder(attention, state, order):
 
 @pytest.mark.parametrize("first", [1, 2])
 def test_alignment_step_by_step(first):
-    """Two rows a sentence, which then change places or end."""
+    """Two rows per sentence, which then change places or end."""
     ours, state = aligned(), {}
     memory, mask = encoded(90, 3)  # longer than the target: behind it, shifts change nothing
     memory, mask = memory.double(), mask.flip(1)

@@ -199,7 +199,7 @@ def test_too_few_kernel_sizes_are_named(folder, tmp_path):
     args = published.PUBLISHED["iwslt"]()
     path = save(tmp_path / "released.pt", published.checkpoint(args, WORDS))
     with pytest.raises(
-        ValueError, match="encoder_max_left: expected 4 windows, one a layer, got 2"
+        ValueError, match="encoder_max_left: expected 4 windows, one per layer, got 2"
     ):
         load(path, folder, encoder_kernel_size_list=[1, 2])
 

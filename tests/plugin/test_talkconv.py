@@ -253,8 +253,8 @@ def test_sides_of_other_sizes():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--encoder-max-left 3,7", "encoder_max_left: expected 7 windows, one a layer, got 2"),
-        ("--encoder-max-right 3x9", "encoder_max_right: expected 7 windows, one a layer, got 9"),
+        ("--encoder-max-left 3,7", "encoder_max_left: expected 7 windows, one per layer, got 2"),
+        ("--encoder-max-right 3x9", "encoder_max_right: expected 7 windows, one per layer, got 9"),
         ("--decoder-max-left 3,a", "decoder_max_left: expected windows such as '3,7,31x2'"),
         ("--decoder-max-left 3x0,3x6", "decoder_max_left: expected windows such as '3,7,31x2'"),
         ("--input-dropout 2", "input_dropout: expected 0 <= p < 1, got 2"),

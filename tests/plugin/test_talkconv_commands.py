@@ -115,7 +115,7 @@ def test_bad_windows_stop_before_training(corpus, tmp_path):
         "train", corpus, *SMALL, "--decoder-max-left", "3", "--optimizer", "adam", "--max-tokens",
         2000, "--save-dir", tmp_path / "checkpoints", check=False,
     )  # fmt: skip
-    assert "decoder_max_left: expected 2 windows, one a layer, got 1" in printed
+    assert "decoder_max_left: expected 2 windows, one per layer, got 1" in printed
     assert "Traceback" not in printed
     assert not list(tmp_path.rglob("*.pt"))
 

@@ -301,7 +301,7 @@ def test_a_variant_of_the_unit_is_an_attribute_of_the_model():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--decoder-max-left 3,7", "decoder_max_left: expected 6 windows, one a layer, got 2"),
+        ("--decoder-max-left 3,7", "decoder_max_left: expected 6 windows, one per layer, got 2"),
         ("--offset-dropout 1", "offset_dropout: expected 0 <= p < 1, got 1"),
         ("--adaptive-input", "adaptive_input_cutoff: expected cutoffs with adaptive_input, got"),
         ("--tie-adaptive-weights", "adaptive_input: expected True with tie_adaptive_weights"),

@@ -135,6 +135,6 @@ def test_a_corpus_keeps_its_lines(tmp_path):
 def test_a_line_too_long_to_translate_is_named(tmp_path):
     sentences = {"train.es": ["a b"] * 50, "valid.es": ["a"], "test.es": ["ab " * 33_000]}
     corpus = {**sentences, **{name[:-2] + "en": text for name, text in sentences.items()}}
-    with pytest.raises(ValueError, match="test.es: expected at most 1000 pieces a sentence, got"):
+    with pytest.raises(ValueError, match="test.es: expected at most 1000 pieces per sentence, got"):
         corpora.prepare(corpus, ["es", "en"], 50, tmp_path / "out")
     assert not (tmp_path / "out").exists()

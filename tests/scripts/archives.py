@@ -165,7 +165,7 @@ def wmt14_en_fr(folder):
 
 
 def cnn_dm(folder):
-    """``cnndm.tar.gz``: articles and tagged summaries, one a line; one article is empty."""
+    """``cnndm.tar.gz``: articles and tagged summaries, one per line; one article is empty."""
     files, start = {}, 0
     for split, count in (("train", 60), ("val", 10), ("test", 10)):
         articles, summaries = [], []

@@ -206,7 +206,7 @@ def test_hypotheses_come_in_the_order_of_the_test_set(tmp_path):
 
 @pytest.mark.parametrize("numbers", [[0, 1], [0, 2, 3], [0, 1, 2, 3]])
 def test_other_numbers_of_hypotheses_are_refused(tmp_path, numbers):
-    with pytest.raises(ValueError, match="hypotheses: expected 3 in .*/out, one a line"):
+    with pytest.raises(ValueError, match="hypotheses: expected 3 in .*/out, one per line"):
         read_hypotheses(generated(tmp_path / "out", numbers), 3, kind="H")
 
 
@@ -223,7 +223,7 @@ def test_a_lost_hypothesis_leaves_no_scores(capfd, monkeypatch, verses, trained,
     (tmp_path / "scores.json").write_text("{}")
     line = refusal(capfd, EN_DE, trained, "--data", verses, "--output", tmp_path, *SPANISH)
     assert line == (
-        f"hypotheses: expected 43 in {tmp_path}/generate-test.txt, one a line of the test set, "
+        f"hypotheses: expected 43 in {tmp_path}/generate-test.txt, one per line of the test set, "
         "got 42; line 43 is the first without one"
     )
     assert not (tmp_path / "scores.json").exists()
@@ -249,7 +249,7 @@ def test_a_trained_model(capfd, verses, trained, tmp_path):
     assert result["settings"]["generation.lenpen"] == 0.35  # the recipe's
     assert result["changed"]["generation.beam"] == 2
     assert result["reported"] == "compound_split_tokenised_bleu"
-    # The hypotheses are kept, one a line, and score the same by hand.
+    # The hypotheses are kept, one per line, and score the same by hand.
     bleu, chrf = by_command_json((out / "test.en", verses / "test.en"), "-m", "bleu", "chrf")
     assert round(result["scores"]["chrf"]["score"], 2) == chrf["score"] > 1
     assert round(result["scores"]["sacrebleu"]["score"], 2) == bleu["score"]

@@ -166,7 +166,7 @@ def test_a_long_source_is_cut_where_that_is_asked_for(tmp_path):
     write(verses, "test.en", "God said. " * 600 + "\n")
     write(verses, "test.es", "Dijo Dios. " * 9 + "\n")
     corpus = prepare.read_corpus(verses, ["en", "es"])
-    with pytest.raises(ValueError, match="test.en: expected at most 1000 pieces a sentence"):
+    with pytest.raises(ValueError, match="test.en: expected at most 1000 pieces per sentence"):
         prepare.prepare(corpus, ["en", "es"], 300, tmp_path / "whole")
     prepare.prepare(corpus, ["en", "es"], 300, tmp_path / "corpus", cut_source=7)
     pieces = (tmp_path / "corpus/pieces/test.en").read_text().split()

@@ -80,7 +80,7 @@ def test_a_file_of_ones_own_comes_before_a_row(tmp_path, monkeypatch):
 def test_the_batch_is_the_recipes(name, arguments, steps):
     plan = planned(name, *arguments.split())
     assert plan.words["optimization.update_freq"] == f"[{steps}]"
-    # counted otherwise: tokens a step, times steps, times processes
+    # counted otherwise: tokens per step, times steps, times processes
     recipe = OmegaConf.load(ROOT / f"configs/{name}.yaml")
     tokens = int(plan.words.get("dataset.max_tokens", recipe.dataset.max_tokens))
     processes = int(plan.words["distributed_training.distributed_world_size"])

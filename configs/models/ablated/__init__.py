@@ -67,7 +67,7 @@ class LimitedAttention(MultiheadAttention):
 
 
 class Convolution(LightweightConv1dTBC):
-    """A convolution as LightConv's `old`: dense with one group, depthwise with one a channel."""
+    """A convolution as LightConv's `old`: dense with one group, depthwise with one per channel."""
 
     def __init__(self, old, groups):
         C, K = old.input_size, old.kernel_size

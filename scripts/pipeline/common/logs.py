@@ -152,7 +152,7 @@ def read_hypotheses(path, count, kind="D"):
     if found.keys() != set(range(count)):
         lost = sorted(set(range(count)) - found.keys())
         raise ValueError(
-            f"hypotheses: expected {count:,} in {file}, one a line of the test set, got "
+            f"hypotheses: expected {count:,} in {file}, one per line of the test set, got "
             f"{len(found):,}" + (f"; line {lost[0] + 1} is the first without one" if lost else "")
         )
     return [found[number] for number in range(count)]

@@ -92,9 +92,9 @@ def prepare(corpus, languages, vocabulary, output, cut_source=None):
         lengths = [len(sentence) for sentence in encoded]
         if len(languages) == 2 and max(lengths) > LONGEST:
             raise ValueError(
-                f"{name}: expected at most {LONGEST} pieces a sentence, got {max(lengths)} in line "
-                f"{lengths.index(max(lengths)) + 1}; shorten it, or keep the first N pieces of "
-                "each source with --cut-source N of prepare_corpus.py"
+                f"{name}: expected at most {LONGEST} pieces per sentence, got {max(lengths)} in "
+                f"line {lengths.index(max(lengths)) + 1}; shorten it, or keep the first N pieces "
+                "of each source with --cut-source N of prepare_corpus.py"
             )
         counts[name] = sum(lengths)
         write_lines(partial / name, sentences)

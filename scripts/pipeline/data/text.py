@@ -45,7 +45,7 @@ def without_tags(path):
 
 
 def segments(path):
-    """Yield the segments of an SGML or XML test set, one a line, as they are."""
+    """Yield the segments of an SGML or XML test set, one per line, as they are."""
     for line in lines_of(path):
         if match := re.search("<seg[^>]*>(.*)</seg>", line, re.IGNORECASE):
             yield match[1].strip()

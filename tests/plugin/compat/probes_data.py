@@ -91,7 +91,7 @@ def sample_break_mode_eos_works(tmp_path):
 
 
 def lines_of_words():
-    """A data set and its task; 12 sentences of one length, two a batch."""
+    """A data set and its task; 12 sentences of one length, two per batch."""
     words = dictionary()
     lines = [torch.tensor([5, number, 2]) for number in range(4, 16)]
     pairs = LanguagePairDataset(lines, np.full(12, 3), words, lines, np.full(12, 3), words)
