@@ -19,6 +19,7 @@ PAGES = {
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 }
 TEXT = PAGES["README.md"]
+RESULTS = ("results", "summaries", "scaling", "benchmarks")  # pages with the details of its tables
 
 
 def blocks(page, *languages):
@@ -294,7 +295,7 @@ def test_all_archs_are_listed():
 
 def test_the_readme_agrees_with_the_results():
     """Each number of the README's tables of results is on the pages with the details."""
-    details = "".join(PAGES[f"docs/{page}.md"] for page in ("results", "scaling", "benchmarks"))
+    details = "".join(PAGES[f"docs/{page}.md"] for page in RESULTS)
     tables = re.search(r"^## \[Results\]\S+$(.*?)^## ", TEXT, re.M | re.S)[1]
     rows = re.findall(r"^\|(.*)\|$", tables, re.M)
     assert len(rows) > 10
