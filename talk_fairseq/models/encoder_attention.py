@@ -133,12 +133,13 @@ class EncoderAttention(MultiheadAttention):
         keys = self.k_proj(key.flatten(0, 1)).view(heads)
         values = self.v_proj(value.flatten(0, 1)).view(heads)
         state = {"values": values.permute(1, 2, 0, 3).contiguous(), "padding": padding}
+        scale = self.scaling
         if self.aligns:
-            keys = F.layer_norm(keys, [self.head_dim]) * self.sharpness
+            keys, scale = F.layer_norm(keys, [self.head_dim]), scale * self.sharpness
             real = key.new_ones(N, S, dtype=torch.bool) if padding is None else ~padding
             state["positions"] = (real.cumsum(1) - 1).float().view(N, 1, 1, 1, S)
             state["distances"] = state["positions"][:, :, :0]
-        return {"keys": (self.scaling * keys).permute(1, 2, 3, 0).contiguous(), **state}
+        return {"keys": (scale * keys).permute(1, 2, 3, 0).contiguous(), **state}
 
 
 def _take_distances(state, T, more):
