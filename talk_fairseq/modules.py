@@ -69,6 +69,16 @@ def _head_windows(heads, largest):
     return (2**powers).round().int().clamp(max=largest)
 
 
+class _SlowLinear(nn.Linear):
+    """A linear layer whose weights count divided by ``sqrt(in_features)``.
+
+    Adam moves each weight about as far as the bias, so a sum of many moves much faster.
+    """
+
+    def forward(self, x):
+        return F.linear(x, self.weight * self.in_features**-0.5, self.bias)
+
+
 class TaLKConv(_RetainsDropout):
     """Predict at each time step how far each head looks, and sum over that window.
 
@@ -84,8 +94,9 @@ class TaLKConv(_RetainsDropout):
         normalize: divide by ``max_left + max_right + 1`` (section 3.2); off in an ablation only.
         spread: begin with windows of all lengths, by the biases of the offsets; without it, each
             head begins with about half of the largest window. Not in the paper.
-        zero_weights: begin with weights of 0 from tokens to offsets, so that each head's windows
-            are alike for all tokens at first. Not in the paper, where they begin at random.
+        slow: begin with weights of 0 from tokens to offsets, and divide them by ``sqrt(C)``, so
+            that each head's windows are alike for all tokens at first, and learn to differ slowly.
+            Not in the paper, where they begin at random and are not divided.
         spread_windows: give each head its own largest window, from 2 tokens to `max_left` (and
             `max_right`) in equal ratios: near and far heads in one layer. Not in the paper.
         root_normalize: divide by the square root of the predicted length of each window in place of
@@ -106,7 +117,7 @@ class TaLKConv(_RetainsDropout):
         offset_dropout=0.0,
         normalize=True,
         spread=False,
-        zero_weights=False,
+        slow=False,
         spread_windows=False,
         root_normalize=False,
     ):
@@ -122,10 +133,10 @@ class TaLKConv(_RetainsDropout):
         self.offset_dropout, self.normalize = offset_dropout, normalize
         self.root_normalize = root_normalize
         sides = 1 if self.max_right == 0 else 2
-        self.offsets = nn.Linear(channels, sides * heads)
+        self.offsets = (_SlowLinear if slow else nn.Linear)(channels, sides * heads)
         nn.init.xavier_uniform_(self.offsets.weight)
         nn.init.zeros_(self.offsets.bias)
-        if zero_weights:
+        if slow:
             nn.init.zeros_(self.offsets.weight)
         if spread:
             with torch.no_grad():

@@ -66,7 +66,9 @@ class TaLKConvUnitConfig:
     )
     talk_normalize: bool = option(True, "divide each window's sum by the largest window")
     spread_offsets: bool = option(False, "begin with windows of all lengths, one per head")
-    zero_offset_weights: bool = option(False, "begin with windows that are alike for all tokens")
+    slow_offsets: bool = option(
+        False, "begin with windows alike for all tokens, and learn slowly to differ"
+    )
     spread_windows: bool = option(
         False, "heads have largest windows of their own, from 2 tokens to the layer's"
     )

@@ -40,7 +40,7 @@ def build_unit(cfg, side):
         normalize=cfg.talk_normalize,
         conv_channels=side.conv_dim,
         spread=cfg.spread_offsets,
-        zero_weights=cfg.zero_offset_weights,
+        slow=cfg.slow_offsets,
         spread_windows=cfg.spread_windows,
         root_normalize=cfg.root_normalize,
         short_kernel=side.short_kernel,

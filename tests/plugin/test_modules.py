@@ -95,12 +95,21 @@ def test_spread_offsets_begin_between_nothing_and_the_largest_window(heads):
         assert pairs.amax(1).min() > 0.87 and pairs.amin(1).max() < 0.02
 
 
-def test_weights_of_0_begin_with_windows_alike_for_all_tokens():
-    conv, x = TaLKConv(64, 8, 9, 5, spread=True, zero_weights=True), torch.randn(20, 2, 64)
+def test_slow_offsets_begin_alike_for_all_tokens():
+    conv, x = TaLKConv(64, 8, 9, 5, spread=True, slow=True), torch.randn(20, 2, 64)
     for offset, alike in zip(conv.predict_offsets(x), conv.predict_offsets(torch.zeros(1, 1, 64))):
         assert torch.equal(offset, alike.expand_as(offset)) and offset.unique().numel() > 1
     conv(x).square().sum().backward()
     assert conv.offsets.weight.grad.abs().min() > 0  # they learn to differ
+
+
+def test_weights_of_slow_offsets_count_divided_by_the_root_of_the_channels():
+    slow, usual = TaLKConv(64, 8, 9, slow=True), TaLKConv(64, 8, 9)
+    slow.load_state_dict(usual.state_dict())
+    with torch.no_grad():
+        usual.offsets.weight /= 8
+    x = torch.randn(20, 2, 64)
+    assert torch.allclose(slow(x), usual(x), rtol=0, atol=1e-6)
 
 
 def test_windows_of_their_own_are_told():
@@ -147,7 +156,7 @@ def test_gradients_of_spread_windows_divided_by_their_root(max_right):
 
 def test_independent_tokens_give_windows_of_all_lengths_one_variance():
     options = {"spread": True, "spread_windows": True, "root_normalize": True}
-    conv = TaLKConv(64, 8, 63, zero_weights=True, **options)
+    conv = TaLKConv(64, 8, 63, slow=True, **options)
     heads = conv(torch.randn(2000, 2, 64))[100:].unflatten(-1, (8, 8))
     assert (heads.std((0, 1, 3)) - 1).abs().max() < 0.15
 

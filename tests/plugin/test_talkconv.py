@@ -124,7 +124,7 @@ def test_archs_beyond_the_paper_only_add_to_the_papers(plus, paper):
 @pytest.mark.parametrize("arch", ["talkconv", *ARCHS])
 def test_archs_of_the_paper_have_nothing_beyond_it(arch):
     cfg = from_flags("--arch", arch)
-    for name in ("spread_offsets", "zero_offset_weights", "spread_windows", "root_normalize"):
+    for name in ("spread_offsets", "slow_offsets", "spread_windows", "root_normalize"):
         assert cfg[name] is False
     for name in ("copy_attention", "align_attention", "follow_attention"):
         assert cfg[name] is False
@@ -393,8 +393,8 @@ def test_a_short_convolution_and_spread_offsets_by_flags():
     assert not any(unit.short for unit in units(model, "decoder"))
 
 
-def test_weights_of_offsets_that_begin_at_0_by_flags():
-    flags = ["--arch", "talkconv", *SMALL, "--zero-offset-weights"]
+def test_slow_offsets_by_flags():
+    flags = ["--arch", "talkconv", *SMALL, "--slow-offsets"]
     model = build_model(from_flags(*flags), task(99))
     assert not any(unit.conv.offsets.weight.any() for unit in units(model, "encoder"))
     assert not any(unit.conv.offsets.weight.any() for unit in units(model, "decoder"))
