@@ -13,9 +13,9 @@ usage: scripts/setup.sh [operator] [cuda12|cuda13]
 
 The Python is $PYTHON, or the first of python3.11, python3.12, python3.13, python3 that is 3.11 to
 3.13, on the PATH or under pyenv. With 3.13, and on machines other than Linux on x86-64, fairseq is
-compiled, which takes a C++ compiler and some 4 minutes. If .venv was not made by this script, or
-has another Python, it is left alone and the script stops. If it was moved, or its Python is gone,
-it is made again.
+compiled, which takes a C++ compiler and some 4 minutes. If .venv was not made by this script, has
+another Python, or is a link to that of another folder, it is left alone and the script stops. If it
+was moved, or its Python is gone, it is made again.
 USAGE
 }
 
@@ -124,7 +124,7 @@ fi
 echo "setup.sh: $plan" >&2
 
 mkdir -p .venv || fail "could not write to $root/.venv"
-echo unfinished "$cuda" >"$stamp"
+printf '%s\n' "unfinished $cuda" "$root " >"$stamp"
 if [[ "$version" == none ]]; then
     rm -rf .venv/bin .venv/include .venv/lib .venv/lib64 .venv/pyvenv.cfg
     "$python" -m venv .venv ||

@@ -132,16 +132,19 @@ def test_an_environment_that_was_moved_is_made_again(copy, tmp_path_factory):
     assert run(moved, PYTHON=str(python)).stderr == "" and (moved / ".venv/bin/program").exists()
 
 
-def test_the_environment_of_another_folder_stays(copy, tmp_path_factory):
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_environment_of_another_folder_stays(copy, tmp_path_factory, finished):
     python = make_python(tmp_path_factory.mktemp("bin") / "python3.12", "3.12", INSTALLS)
-    assert run(copy, PYTHON=str(python)).returncode == 0
+    if not finished:
+        make_python(python, "3.12", INSTALLS.replace('echo "$*" >>pip;', "exit 1;"))
+    assert (run(copy, PYTHON=str(python)).returncode == 0) == finished
     (other := tmp_path_factory.mktemp("other")).rmdir()
-    shutil.copytree(copy, other, ignore=lambda *_: [".venv"])
+    shutil.copytree(copy, other, ignore=lambda *_: [".venv", "pip", "pip.input"])
     (other / ".venv").symlink_to(copy / ".venv")
     done = run(other, PYTHON=str(python))
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert "expected the .venv of this folder, got a link to another" in done.stderr
-    assert (copy / ".venv/bin/python").exists() and run(copy).stderr == ""
+    assert (copy / ".venv/bin/python").exists() and not (other / "pip").exists()
 
 
 def test_two_at_once(copy):
