@@ -25,15 +25,16 @@ class EncoderAttention(MultiheadAttention):
 
     Args:
         args, options: as fairseq's.
-        copies: take the keys and values of `with_tokens`. The projections of the values and of the
-            output begin such that, but for biases, a token that is attended to comes out halved.
-            So the decoder sees from the first update on which tokens it attends to.
+        copies: `key` is (S, N, 2C), the keys and values of `with_tokens`, and `value` is not read.
+            The projections of the values and of the output begin such that, but for biases, a
+            token that is attended to comes out halved. So the decoder sees from the first update
+            on which tokens it attends to.
         aligns: normalise queries and keys in each head, multiply the scores by its learned
             sharpness (at first 1), and let the score of target token i and source token j fall by
             its learned slope (at first 0) times ``abs(i - j)``. Padding has no position in the
             source, and comes after the tokens of the target.
-        follows: with `copies`, where keys follow their tokens: half of the heads begin with the
-            same projection for queries and keys but for biases. So a decoder that has copied a
+        follows: with `copies`, half of the heads begin with the same projection for queries and
+            keys but for biases; `with_tokens` needs the same flag. So a decoder that has copied a
             token begins by attending to the next one.
 
     Raises ValueError for `copies` with an encoder of another width, and for `follows` alone.
@@ -172,7 +173,7 @@ class SharingDecoder:
     """
 
     def encoder_out_of_rows(self, encoder_out, incremental_state):
-        """Return `encoder_out` as the layers take it, one row a sentence if they can share it.
+        """Return `encoder_out` as the layers take it, one row per sentence if they can share.
 
         Its "rows" hold the sentence of each row, where there are other rows than sentences.
         """
@@ -234,12 +235,12 @@ def with_tokens(encoder_out, tokens, follows):
     """Return `encoder_out` with keys and values (S, N, 2C) for an EncoderAttention that copies.
 
     Values are the encoder's outputs plus the embeddings `tokens`, both (S, N, C). Keys are the
-    outputs or, if it `follows`, these plus the embedding of the token before.
+    outputs; with `follows`, the outputs plus the embedding of the token before.
     """
     (x,) = encoder_out["encoder_out"]
     key, before = x, tokens[:-1]
     if follows:
-        if padding := encoder_out["encoder_padding_mask"]:
+        if padding := encoder_out.get("encoder_padding_mask"):  # LightConv has it for padding alone
             # The embedding of padding does not stay 0 where the output shares it.
             before = before.masked_fill(padding[0].t()[:-1].unsqueeze(-1), 0)
         key = x + F.pad(before, (0, 0, 0, 0, 1, 0))

@@ -128,7 +128,7 @@ def test_keys_of_what_came_before(padding):
     for n in range(3):
         for before, s in zip(range(6), range(1, 7)):
             keys[s, n] += tokens[before, n] * (not mask[n, before])
-    encoder_out = {"encoder_out": [x], "encoder_padding_mask": [mask] if padding else []}
+    encoder_out = {"encoder_out": [x], **({"encoder_padding_mask": [mask]} if padding else {})}
     (memory,) = with_tokens(encoder_out, tokens, follows=True)["encoder_out"]
     query = torch.randn(2, 3, 8)
     out, _ = ours(query, memory, memory, mask if padding else None)
@@ -142,7 +142,7 @@ def test_following_begins_with_what_comes_after_the_same_token(heads):
         64, heads, encoder_decoder_attention=True, copies=True, aligns=True, follows=True
     )
     tokens = torch.randn(9, 1, 64)
-    encoder_out = {"encoder_out": [torch.zeros_like(tokens)], "encoder_padding_mask": []}
+    encoder_out = {"encoder_out": [torch.zeros_like(tokens)]}
     (memory,) = with_tokens(encoder_out, tokens, follows=True)["encoder_out"]
     _, weights = ours(tokens[:-1], memory, memory, need_head_weights=True)
     found = weights[:, 0].argmax(-1) == torch.arange(1, 9)
@@ -327,6 +327,17 @@ def encode(model, lengths):
     for row, length in zip(tokens, lengths):
         row[:length] = torch.randint(4, 99, (length,))
     return model.encoder(tokens, torch.tensor(lengths))
+
+
+@torch.no_grad()
+def test_keys_follow_where_the_model_says_so(model):
+    if not model.cfg.copy_attention:
+        pytest.skip("without tokens in its keys")
+    out = encode(model, [9, 4])
+    key, value = out["encoder_out"][0].chunk(2, dim=-1)
+    tokens = out["encoder_embedding"][0].transpose(0, 1)
+    before = tokens[:-1] * model.cfg.follow_attention
+    assert torch.allclose(key[1:, 0], (value - tokens)[1:, 0] + before[:, 0], rtol=0, atol=1e-5)
 
 
 @torch.no_grad()

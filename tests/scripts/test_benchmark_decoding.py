@@ -235,11 +235,12 @@ def test_convolutions_span_as_many_tokens(build):
 
 
 def test_dynamicconv_following_shares_keys(benchmark, build, monkeypatch):
-    """Its hypotheses decode from one row of keys a sentence, as those of talkconv_plus."""
+    """Its hypotheses decode from one row of keys per sentence, as those of talkconv_plus."""
     for name in ("talkconv_plus", "dynamicconv-following"):
         model, task, _ = build(name)
         attention = model.decoder.layers[0].encoder_attn
-        assert attention.copies and attention.aligns and attention.follows
+        follows = torch.equal(attention.q_proj.weight[0], attention.k_proj.weight[0])
+        assert attention.copies and attention.aligns and follows
         rows, right = [], attention.forward
 
         def look(query, key, *rest, rows=rows, right=right, **options):
