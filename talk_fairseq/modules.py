@@ -69,16 +69,6 @@ def _head_windows(heads, largest):
     return (2**powers).round().int().clamp(max=largest)
 
 
-class _SlowLinear(nn.Linear):
-    """A linear layer whose weights count divided by ``sqrt(in_features)``.
-
-    Adam moves each weight about as far as the bias, so a sum of many moves much faster.
-    """
-
-    def forward(self, x):
-        return F.linear(x, self.weight * self.in_features**-0.5, self.bias)
-
-
 class TaLKConv(_RetainsDropout):
     """Predict at each time step how far each head looks, and sum over that window.
 
@@ -131,9 +121,9 @@ class TaLKConv(_RetainsDropout):
             raise ValueError("root_normalize: expected False without normalize, got True")
         self.channels, self.heads = channels, heads
         self.offset_dropout, self.normalize = offset_dropout, normalize
-        self.root_normalize = root_normalize
+        self.slow, self.root_normalize = slow, root_normalize
         sides = 1 if self.max_right == 0 else 2
-        self.offsets = (_SlowLinear if slow else nn.Linear)(channels, sides * heads)
+        self.offsets = nn.Linear(channels, sides * heads)
         nn.init.xavier_uniform_(self.offsets.weight)
         nn.init.zeros_(self.offsets.bias)
         if slow:
@@ -162,8 +152,8 @@ class TaLKConv(_RetainsDropout):
         return (
             f"{self.channels}, heads={self.heads}, max_left={self.max_left}, "
             f"max_right={self.max_right}, offset_dropout={self.offset_dropout}, "
-            f"normalize={self.normalize}, spread_windows={self.windows is not None}, "
-            f"root_normalize={self.root_normalize}"
+            f"normalize={self.normalize}, slow={self.slow}, "
+            f"spread_windows={self.windows is not None}, root_normalize={self.root_normalize}"
         )
 
     def predict_offsets(self, x):
@@ -173,7 +163,12 @@ class TaLKConv(_RetainsDropout):
         """
         _check_channels("x", x, self.channels)
         logits = self.offsets(x)
-        offsets = torch.sigmoid(logits if logits.dtype == torch.float64 else logits.float())
+        logits = logits.to(compute_dtype(logits.dtype))
+        if self.slow:
+            # Adam moves each weight about as far as the bias, so a sum of many moves much faster.
+            bias = self.offsets.bias.to(logits.dtype)
+            logits = torch.lerp(bias, logits, self.channels**-0.5)
+        offsets = torch.sigmoid(logits)
         if self.dropout_active():
             offsets = F.dropout(offsets, self.offset_dropout)
         if self.max_right == 0:
