@@ -15,7 +15,7 @@ PACKAGE = [
     "__init__",
 ]
 LARGEST = 600  # lines of a file
-BOUNDS = {"README.md": 170, "scripts": 7_044, "talk_fairseq": 5_180}
+BOUNDS = {"README.md": 170, "scripts": 7_044, "talk_fairseq": 5_176}
 
 
 def tracked(*patterns):
