@@ -424,7 +424,8 @@ __device__ inline void scan_segments(const Problem& p, int head, int c, Pack<F, 
 }
 
 // Large windows, step 1: the ends of whole sequences are sorted, one thread per time step and
-// head; and between the first two kernels one block per head. Windows from row 0 on have no left end.
+// head; and between the first two kernels one block per head. Windows from row 0 on have no left
+// end.
 enum class Step { COUNT, PLACE, RANK };
 
 __device__ inline int* starts_of(const Problem& p, int head) {

@@ -126,7 +126,7 @@ class TaLKConv(_RetainsDropout):
         self.offsets = nn.Linear(channels, sides * heads)
         nn.init.xavier_uniform_(self.offsets.weight)
         nn.init.zeros_(self.offsets.bias)
-        if slow:
+        if slow:  # after the draw, so that all other weights begin as without it
             nn.init.zeros_(self.offsets.weight)
         if spread:
             with torch.no_grad():
