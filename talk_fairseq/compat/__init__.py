@@ -17,6 +17,7 @@ from talk_fairseq.compat import (  # noqa: F401
     models,
     text,
     training,
+    updates,
 )
 
 # Last, for all modules of fairseq that are imported by now. Without it: loading a model runs what

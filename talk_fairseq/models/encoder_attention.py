@@ -6,6 +6,7 @@ share one row of keys and values, and only note the sentence that each belongs t
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,18 @@ from torch import nn
 from talk_fairseq.modules import reorder_units
 
 _STEPS = 31  # distances to the source are computed for so many more steps of decoding at once
+
+
+class _Source(NamedTuple):
+    """What the layers of a decoder share of the source: its padding (N, S) or None, and distances.
+
+    If they align, these are the distances (N, 1, any, 1, S) of the next queries, and the positions
+    (N, 1, 1, 1, S) relative to the query after these. Else both are None.
+    """
+
+    padding: torch.Tensor | None
+    distances: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
 
 
 class EncoderAttention(MultiheadAttention):
@@ -84,7 +97,8 @@ class EncoderAttention(MultiheadAttention):
         """Return the output (T, k N, C), and the weights (k N, T, S), (H, k N, T, S), or None."""
         state = self._get_input_buffer(incremental_state)
         if not state:
-            state = self._encoder_state(key, value, key_padding_mask)
+            more = 0 if incremental_state is None else _STEPS
+            state = self._encoder_state(key, value, key_padding_mask, query.shape[0] + more)
             N = state["values"].shape[0]
             if incremental_state is not None:
                 if state["padding"] is not None and not state["padding"].any():
@@ -105,7 +119,7 @@ class EncoderAttention(MultiheadAttention):
         scores = torch.bmm(q, keys.view(N * H, R, S)).view(N, H, T, k, S)
         if self.aligns:
             # The result is in float32, also for 16-bit scores.
-            distances = _take_distances(state, T, 0 if incremental_state is None else _STEPS)
+            distances = _take_distances(state, T)
             scores = torch.addcmul(scores, self.slopes, distances, value=-1)
         if padding is not None:
             scores = scores.masked_fill(padding[:, None, None, None], -math.inf)
@@ -118,40 +132,53 @@ class EncoderAttention(MultiheadAttention):
         weights = weights.permute(1, 0, 3, 2, 4).reshape(H, B, T, S)
         return self.out_proj(out), weights if need_head_weights else weights.mean(dim=0)
 
-    def _encoder_state(self, key, value, key_padding_mask):
+    def _encoder_state(self, key, value, source, queries):
         """Return what is computed once of the encoder's output. All are tensors, or None.
 
-        They are keys (N, H, R, S), which few queries read fastest so, values (N, H, S, R), padding
-        (N, S); if it aligns, the distances (N, 1, any, 1, S) of the next queries, and positions
-        (N, 1, 1, 1, S) relative to the query after these. fairseq's decoders reorder each entry.
+        They are keys (N, H, R, S), which few queries read fastest so, values (N, H, S, R), and what
+        `_Source` has. fairseq's decoders reorder each entry.
         """
+        if not isinstance(source, _Source):  # as from a decoder that is no SharingDecoder
+            source = _source(key, source, queries, self.aligns)
         if self.copies:
             key, value = key.chunk(2, dim=-1)
-        padding = None if key_padding_mask is None else key_padding_mask.bool()
         S, N, _ = key.shape
         heads = S, N, self.num_heads, self.head_dim
         # In two dimensions: in three, the bias of strided rows takes a kernel of its own.
         keys = self.k_proj(key.flatten(0, 1)).view(heads)
         values = self.v_proj(value.flatten(0, 1)).view(heads)
-        state = {"values": values.permute(1, 2, 0, 3).contiguous(), "padding": padding}
         scale = self.scaling
         if self.aligns:
             keys, scale = F.layer_norm(keys, [self.head_dim]), scale * self.sharpness
-            real = key.new_ones(N, S, dtype=torch.bool) if padding is None else ~padding
-            state["positions"] = (real.cumsum(1) - 1).float().view(N, 1, 1, 1, S)
-            state["distances"] = state["positions"][:, :, :0]
-        return {"keys": (scale * keys).permute(1, 2, 3, 0).contiguous(), **state}
+        keys = (scale * keys).permute(1, 2, 3, 0).contiguous()
+        values = values.permute(1, 2, 0, 3).contiguous()
+        return {"keys": keys, "values": values, **source._asdict()}
 
 
-def _take_distances(state, T, more):
+def _source(key, padding, queries, aligns):
+    """Return the _Source of `key` (S, N, any) with its `padding` (N, S), or None, for `queries`."""
+    padding = None if padding is None else padding.bool()
+    if not aligns:
+        return _Source(padding)
+    S, N = key.shape[:2]
+    real = key.new_ones(N, S, dtype=torch.bool) if padding is None else ~padding
+    positions = (real.cumsum(1) - 1).float().view(N, 1, 1, 1, S)
+    return _Source(padding, *_distances(positions, queries))
+
+
+def _distances(positions, queries):
+    """Return the distances of the next `queries`, and the positions relative to those after."""
+    steps = torch.arange(queries, device=positions.device).view(-1, 1, 1)
+    return (positions - steps).abs(), positions - queries
+
+
+def _take_distances(state, T):
     """Return the distances (N, 1, T, 1, S) of the next T queries, and take them off `state`."""
-    if (left := state["distances"].shape[2]) < T:
-        # Of `more` queries at once: on a GPU, each launch that a step saves makes it faster.
-        positions = state["positions"] + left
-        steps = torch.arange(T + more, device=positions.device).view(-1, 1, 1)
-        state["distances"] = (positions - steps).abs()
-        state["positions"] = positions - (T + more)
     distances = state["distances"]
+    if (left := distances.shape[2]) < T:
+        # Of more queries at once: on a GPU, each launch that a step saves makes it faster.
+        positions = state["positions"] + left
+        distances, state["positions"] = _distances(positions, T + _STEPS)
     state["distances"] = distances[:, :, T:]
     return distances[:, :, :T]
 
@@ -169,28 +196,30 @@ class SharingEncoder:
 class SharingDecoder:
     """A mixin for a decoder whose layers have an EncoderAttention, to stand before fairseq's class.
 
-    The subclass calls `encoder_out_of_rows`, and gives its layers what that returns.
+    The subclass calls `shared_encoder_out`, and gives its layers what that returns.
     """
 
-    def encoder_out_of_rows(self, encoder_out, incremental_state):
-        """Return `encoder_out` as the layers take it, one row per sentence if they can share.
+    def shared_encoder_out(self, encoder_out, incremental_state, T):
+        """Return `encoder_out` as the layers take it for T target tokens, made once for all layers.
 
-        Its "rows" hold the sentence of each row, where there are other rows than sentences.
+        It has one row per sentence if they can share. Its "rows" hold the sentence of each row,
+        where there are other rows than sentences. Its padding is a `_Source` where layers align.
         """
-        if encoder_out is None or not encoder_out.get("rows"):
-            return encoder_out
-        if next(self._attention_states(incremental_state), None):
+        if encoder_out is None or next(self._attention_states(incremental_state), None):
             return encoder_out  # a later step: they have their keys already
-        (rows,) = encoder_out["rows"]
-        N = encoder_out["encoder_out"][0].shape[1]
-        k = rows.numel() // N
-        if incremental_state is not None and torch.equal(rows, _sentences(N, k, rows.device)):
-            return encoder_out
-        encoder_out = {**encoder_out, "rows": []}
-        for name, axis in (("encoder_out", 1), ("encoder_padding_mask", 0)):
-            found = encoder_out.get(name, [])  # a LightConv without padding has no mask
-            encoder_out[name] = [x.index_select(axis, rows) for x in found]
-        return encoder_out
+        (x,) = encoder_out["encoder_out"]
+        masks = encoder_out.get("encoder_padding_mask", [])  # LightConv has it for padding alone
+        if encoder_out.get("rows"):
+            (rows,) = encoder_out["rows"]
+            N = x.shape[1]
+            sentences = _sentences(N, rows.numel() // N, rows.device)
+            if incremental_state is None or not torch.equal(rows, sentences):
+                x = x.index_select(1, rows)
+                masks = [mask.index_select(0, rows) for mask in masks]
+        if any(attention.aligns for attention in self._attentions()):
+            queries = T if incremental_state is None else 1 + _STEPS
+            masks = [_source(x, next(iter(masks), None), queries, aligns=True)]
+        return {**encoder_out, "encoder_out": [x], "encoder_padding_mask": masks, "rows": []}
 
     def reorder_incremental_state_scripting(self, incremental_state, new_order):
         """Reorder states as fairseq does, without a search of all modules.
@@ -219,9 +248,13 @@ class SharingDecoder:
 
     def _attention_states(self, incremental_state):
         """Iterate over the states of the EncoderAttention of all layers that have one by now."""
-        attentions = (getattr(layer, "encoder_attn", None) for layer in self.layers.children())
-        states = (a._get_input_buffer(incremental_state) for a in attentions if a is not None)
+        states = (a._get_input_buffer(incremental_state) for a in self._attentions())
         return filter(None, states)
+
+    def _attentions(self):
+        """Iterate over the EncoderAttention of all layers that have one."""
+        attentions = (getattr(layer, "encoder_attn", None) for layer in self.layers.children())
+        return (a for a in attentions if a is not None)
 
 
 def check_padding_of_targets(task):

@@ -10,6 +10,8 @@ import math
 import torch
 from fairseq.optim import FairseqOptimizer, adam, register_optimizer
 
+from talk_fairseq.compat.updates import copy_together
+
 _WIDENED = 16  # 16-bit parameters that are copied to float32 at a time
 
 
@@ -72,9 +74,8 @@ class FusedAdam(torch.optim.Optimizer):
     def _update(self, params, step, group):
         means = [self.state[p]["exp_avg"] for p in params]
         squares = [self.state[p]["exp_avg_sq"] for p in params]
-        # The fused kernel needs contiguous memory; on a CPU it reads any other wrongly, unchecked.
-        wide = [p.to(mean.dtype).contiguous() for p, mean in zip(params, means)]
-        gradients = [p.grad.to(mean.dtype).contiguous() for p, mean in zip(params, means)]
+        wide = _contiguous(params, means[0].dtype)
+        gradients = _contiguous([p.grad for p in params], means[0].dtype)
         steps = [torch.tensor(float(step), device=params[0].device)] * len(params)
         beta1, beta2 = group["betas"]
         # PyTorch adds eps to the corrected root, fairseq to the root as it is.
@@ -83,9 +84,20 @@ class FusedAdam(torch.optim.Optimizer):
             wide, gradients, means, squares, [], steps, lr=group["lr"], beta1=beta1, beta2=beta2,
             weight_decay=group["weight_decay"], eps=eps, amsgrad=False, maximize=False,
         )  # fmt: skip
-        for p, rounded in zip(params, wide):
-            if rounded is not p:
-                p.copy_(rounded)
+        copy_together([(p, rounded) for p, rounded in zip(params, wide) if rounded is not p])
+
+
+def _contiguous(tensors, dtype):
+    """Return the tensors in `dtype` and contiguous, as copies where they are not.
+
+    The fused kernel needs that; on a CPU it reads any other memory wrongly, unchecked.
+    """
+    fitting = [
+        t if t.dtype is dtype and t.is_contiguous() else t.new_empty(t.shape, dtype=dtype)
+        for t in tensors
+    ]
+    copy_together([(copy, t) for copy, t in zip(fitting, tensors) if copy is not t])
+    return fitting
 
 
 @register_optimizer("fused_adam", dataclass=adam.FairseqAdamConfig)

@@ -11,6 +11,7 @@ from building import from_flags, task
 from fairseq.models import build_model
 from fairseq.modules import MultiheadAttention
 
+from talk_fairseq.models import encoder_attention
 from talk_fairseq.models.encoder_attention import EncoderAttention, SharingDecoder, with_tokens
 
 
@@ -389,12 +390,39 @@ def test_weights_only_where_somebody_reads_them(model):
 
 
 @torch.no_grad()
+def test_distances_are_made_once_for_all_layers(model, monkeypatch):
+    made, make = [], encoder_attention._distances
+    monkeypatch.setattr(encoder_attention, "_distances", lambda *a: made.append(a) or make(*a))
+    encoder_out, target = encode(model, [9, 4]), torch.randint(4, 99, (2, 3))
+    model.decoder(target, encoder_out=encoder_out)
+    assert len(made) == model.cfg.align_attention
+    state = {}
+    for n in (1, 2, 3):
+        model.decoder(target[:, :n], encoder_out=encoder_out, incremental_state=state)
+    assert len(made) == 2 * model.cfg.align_attention
+
+
+def test_layers_whose_activations_are_computed_again():
+    """They get what they share of the source as they do otherwise."""
+    gradients = []
+    for flags in [], ["--checkpoint-activations"]:
+        torch.manual_seed(0)
+        given = from_flags("--arch", "talkconv_plus", *SMALL[2:], "--dropout", "0", *flags)
+        model = build_model(given, task(100)).train()
+        encoder_out, target = encode(model, [9, 4]), torch.randint(4, 99, (2, 6))
+        model.decoder(target, encoder_out=encoder_out)[0].square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+        assert model.decoder.layers[-1].encoder_attn.slopes.grad.all()
+    assert all(map(torch.equal, *gradients))
+
+
+@torch.no_grad()
 def test_later_steps_copy_no_encoder_output(model):
     order, state = torch.tensor([2, 0, 1]), {}
     encoder_out = model.encoder.reorder_encoder_out(encode(model, [9, 4, 11]), order)
-    assert model.decoder.encoder_out_of_rows(encoder_out, state) is not encoder_out
+    assert model.decoder.shared_encoder_out(encoder_out, state, 1) is not encoder_out
     model.decoder(torch.randint(4, 99, (3, 1)), encoder_out=encoder_out, incremental_state=state)
-    assert model.decoder.encoder_out_of_rows(encoder_out, state) is encoder_out
+    assert model.decoder.shared_encoder_out(encoder_out, state, 1) is encoder_out
 
 
 @torch.no_grad()

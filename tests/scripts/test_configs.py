@@ -183,7 +183,7 @@ all: {common: {seed: 1, log_interval: 100}, checkpoint: {keep_last_epochs: 10},
   distributed_training: {distributed_world_size: 8}}
 translation: &translation {common: {fp16: true}, lr_scheduler: {_name: cosine},
   criterion: {_name: label_smoothed_cross_entropy, label_smoothing: 0.1},
-  optimizer: {_name: adam, adam_betas: "(0.9, 0.98)", weight_decay: 0.0},
+  optimizer: {_name: fused_adam, adam_betas: "(0.9, 0.98)", weight_decay: 0.0},
   optimization: {clip_norm: 0.0, lr: [0.001]}}
 talk_summarization: *translation
 language_modeling: {task: {tokens_per_sample: 512}, criterion: {_name: adaptive_loss},

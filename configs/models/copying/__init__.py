@@ -44,7 +44,8 @@ class CopyingDecoder(SharingDecoder, LightConvDecoder):
     """fairseq's, whose layers have an EncoderAttention."""
 
     def forward(self, prev_output_tokens, encoder_out=None, incremental_state=None, **kwargs):
-        encoder_out = self.encoder_out_of_rows(encoder_out, incremental_state)
+        T = prev_output_tokens.shape[1]
+        encoder_out = self.shared_encoder_out(encoder_out, incremental_state, T)
         return super().forward(prev_output_tokens, encoder_out, incremental_state, **kwargs)
 
 

@@ -59,7 +59,7 @@ def build_trainer(name, precision, args):
         **models.model_options(name, args.sizes, defaults["windows"], lm, positions, lm),
         "dropout": defaults["dropout"],
         "attention-dropout": ATTENTION_DROPOUT,
-        "optimizer": "adam",
+        "optimizer": args.optimizer,
         "lr": 1e-5,
         "max-tokens": args.max_tokens,
         "save-dir": tempfile.gettempdir(),  # for what fairseq saves of a crash
@@ -144,6 +144,7 @@ def parse(arguments=None):
     add("--task", choices=TASKS, default="translation", help="default: translation")
     add("--precisions", type=several(one_of(PRECISIONS)),
         help="default: float32; on a GPU float16,bfloat16 too")  # fmt: skip
+    add("--optimizer", choices=("fused_adam", "adam"), default="fused_adam", help="of all systems")
     add("--max-tokens", type=number, help="of a batch, with padding (default: 4000; lm --tokens)")
     add("--tokens", type=number, default=3072, help="of a language model's block (default: 3072)")
     add("--batches", type=number, help="of a turn, spread over the lengths (default: 4; lm 1)")
@@ -166,7 +167,7 @@ def main(arguments=None):
     """Run the command; `arguments` are those of the command line by default."""
     args = parse(arguments)
     operator.check(args.precisions, args.device)
-    facts = {name: getattr(args, name) for name in ("max_tokens", "tokens", "batches")}
+    facts = {name: getattr(args, name) for name in ("optimizer", "max_tokens", "tokens", "batches")}
     report = harness.Report(args, "talkconv", sizes=vars(args.sizes), **facts)
     batches = build_batches(args)
     for precision in args.precisions:

@@ -1,4 +1,4 @@
-"""Probes of the patches in compat/amp.py, compat/cpu.py and compat/training.py."""
+"""Probes of the patches in compat/amp.py, cpu.py, training.py and updates.py."""
 
 import re
 from types import SimpleNamespace
@@ -10,14 +10,16 @@ pytest.importorskip("fairseq")
 
 
 import torch
-from fairseq import options
+from fairseq import options, utils
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.dataclass.configs import EMAConfig
 from fairseq.distributed import utils as distributed_utils
 from fairseq.models import distributed_fairseq_model
 from fairseq.models.ema.ema import EMA
 from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder, LayerDropModuleList
+from fairseq.optim.fp16_optimizer import _FP16OptimizerMixin as MixedPrecision
 from probing import breaks, dictionary, one_process_of_a_group, tiny_transformer, trainer_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @breaks("AssertionError: tpu")
@@ -31,6 +33,55 @@ def the_bf16_flag_does_not_ask_for_a_tpu(tmp_path):
 def fp16_on_a_cpu_is_refused(tmp_path):
     with pytest.raises(ValueError, match="expected a GPU for --fp16, got a CPU"):
         trainer_of("--fp16").optimizer  # noqa: B018 (which is made when it is read)
+
+
+class CountCalls(TorchDispatchMode):
+    """Counts the calls of PyTorch's operators, which launch kernels on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        # What only makes a view of a tensor launches nothing.
+        self.count += not function.is_view and function is not torch.ops.aten.detach.default
+        return function(*args, **(kwargs or {}))
+
+
+def updated_together(update, flat=False):
+    """Assert that `update` of an optimizer of 20 parameters makes fewer calls than that."""
+    halves = [torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(20)]
+    wide = [torch.nn.Parameter(torch.ones(2)) for _ in range(20)]
+    if flat:
+        wide = {None: torch.nn.Parameter(torch.ones(40))}
+    for p in [*halves, *(wide.values() if flat else wide)]:
+        p.grad = torch.ones_like(p)
+    optimizer = SimpleNamespace(
+        fp16_params=halves, fp32_params=wide, has_flat_params=flat, scaler=None, _needs_sync=True
+    )
+    with CountCalls() as calls:
+        update(optimizer)
+    assert calls.count < 20, "a call for each"
+
+
+@breaks("AssertionError: a call for each")
+def gradients_are_widened_together(tmp_path):
+    updated_together(MixedPrecision._sync_fp16_grads_to_fp32)
+    updated_together(MixedPrecision._sync_fp16_grads_to_fp32, flat=True)
+
+
+@breaks("AssertionError: a call for each")
+def parameters_are_rounded_together(tmp_path):
+    updated_together(MixedPrecision._sync_fp32_params_to_fp16)
+    updated_together(MixedPrecision._sync_fp32_params_to_fp16, flat=True)
+
+
+@breaks("AssertionError: a call for each")
+def gradients_are_cleared_together(tmp_path):
+    updated_together(MixedPrecision.zero_grad)
+
+
+@breaks("AssertionError: a call for each")
+def gradients_are_measured_together(tmp_path):
+    updated_together(lambda optimizer: utils.clip_grad_norm_(optimizer.fp32_params, 1))
 
 
 @breaks("AssertionError: divided again")
