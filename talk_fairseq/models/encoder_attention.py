@@ -94,15 +94,16 @@ class EncoderAttention(MultiheadAttention):
         static_kv=True,
         need_head_weights=False,
     ):
-        """Return the output (T, k N, C), and the weights (k N, T, S), (H, k N, T, S), or None."""
+        """Return the output (T, k N, C), and the weights (k N, T, S), (H, k N, T, S), or None.
+
+        `key_padding_mask` is (N, S), None, or what a SharingDecoder made of it.
+        """
         state = self._get_input_buffer(incremental_state)
         if not state:
-            more = 0 if incremental_state is None else _STEPS
-            state = self._encoder_state(key, value, key_padding_mask, query.shape[0] + more)
+            queries = _queries(query.shape[0], incremental_state)
+            state = self._encoder_state(key, value, key_padding_mask, queries)
             N = state["values"].shape[0]
             if incremental_state is not None:
-                if state["padding"] is not None and not state["padding"].any():
-                    state["padding"] = None  # for all steps
                 state["sentences"] = _sentences(N, query.shape[1] // N, query.device)
                 self._set_input_buffer(incremental_state, state)
         if incremental_state is not None and not self.need_attn:
@@ -136,9 +137,10 @@ class EncoderAttention(MultiheadAttention):
         """Return what is computed once of the encoder's output. All are tensors, or None.
 
         They are keys (N, H, R, S), which few queries read fastest so, values (N, H, S, R), and what
-        `_Source` has. fairseq's decoders reorder each entry.
+        `_Source` has. fairseq's decoders reorder each entry. `source` is a _Source or, as from a
+        decoder that is no SharingDecoder, a padding mask.
         """
-        if not isinstance(source, _Source):  # as from a decoder that is no SharingDecoder
+        if not isinstance(source, _Source):
             source = _source(key, source, queries, self.aligns)
         if self.copies:
             key, value = key.chunk(2, dim=-1)
@@ -166,6 +168,11 @@ def _source(key, padding, queries, aligns):
     return _Source(padding, *_distances(positions, queries))
 
 
+def _queries(T, incremental_state):
+    """Return for how many queries distances are made at once: on a GPU, each launch takes time."""
+    return T if incremental_state is None else T + _STEPS
+
+
 def _distances(positions, queries):
     """Return the distances of the next `queries`, and the positions relative to those after."""
     steps = torch.arange(queries, device=positions.device).view(-1, 1, 1)
@@ -173,10 +180,12 @@ def _distances(positions, queries):
 
 
 def _take_distances(state, T):
-    """Return the distances (N, 1, T, 1, S) of the next T queries, and take them off `state`."""
+    """Return the distances (N, 1, T, 1, S) of the next T queries, and take them off `state`.
+
+    Each layer makes more of its own when those that it shares with the others are used up.
+    """
     distances = state["distances"]
     if (left := distances.shape[2]) < T:
-        # Of more queries at once: on a GPU, each launch that a step saves makes it faster.
         positions = state["positions"] + left
         distances, state["positions"] = _distances(positions, T + _STEPS)
     state["distances"] = distances[:, :, T:]
@@ -200,13 +209,22 @@ class SharingDecoder:
     """
 
     def shared_encoder_out(self, encoder_out, incremental_state, T):
-        """Return `encoder_out` as the layers take it for T target tokens, made once for all layers.
+        """Return `encoder_out` as the layers take it, made once for all of them.
 
-        It has one row per sentence if they can share. Its "rows" hold the sentence of each row,
-        where there are other rows than sentences. Its padding is a `_Source` where layers align.
+        Args:
+            encoder_out: of the encoder, or None. If a SharingEncoder has reordered it, "rows" holds
+                the sentence of each row.
+            incremental_state: of the decoder, or None.
+            T: the number of target tokens.
+
+        There is one row for each sentence if hypotheses can share. Where layers align, a `_Source`
+        stands in place of the padding mask. At a later step of decoding, layers have what they need
+        of the encoder, and `encoder_out` is returned as it is.
         """
-        if encoder_out is None or next(self._attention_states(incremental_state), None):
-            return encoder_out  # a later step: they have their keys already
+        if not (encoder_out and encoder_out["encoder_out"]):
+            return encoder_out
+        if next(self._attention_states(incremental_state), None):
+            return encoder_out
         (x,) = encoder_out["encoder_out"]
         masks = encoder_out.get("encoder_padding_mask", [])  # LightConv has it for padding alone
         if encoder_out.get("rows"):
@@ -216,8 +234,10 @@ class SharingDecoder:
             if incremental_state is None or not torch.equal(rows, sentences):
                 x = x.index_select(1, rows)
                 masks = [mask.index_select(0, rows) for mask in masks]
+        if incremental_state is not None:
+            masks = [mask for mask in masks if mask.any()]  # else steps would fill nothing
         if any(attention.aligns for attention in self._attentions()):
-            queries = T if incremental_state is None else 1 + _STEPS
+            queries = _queries(T, incremental_state)
             masks = [_source(x, next(iter(masks), None), queries, aligns=True)]
         return {**encoder_out, "encoder_out": [x], "encoder_padding_mask": masks, "rows": []}
 

@@ -402,6 +402,16 @@ def test_distances_are_made_once_for_all_layers(model, monkeypatch):
     assert len(made) == 2 * model.cfg.align_attention
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("lengths", [[9, 4], [9, 9]])
+def test_steps_fill_no_padding_where_there_is_none(model, lengths):
+    state, encoder_out = {}, encode(model, lengths)
+    encoder_out["encoder_padding_mask"] = [torch.arange(9) >= torch.tensor(lengths)[:, None]]
+    model.decoder(torch.randint(4, 99, (2, 1)), encoder_out=encoder_out, incremental_state=state)
+    masks = [found["padding"] for found in model.decoder._attention_states(state)]
+    assert len(masks) == 2 and all((mask is None) == (lengths == [9, 9]) for mask in masks)
+
+
 def test_layers_whose_activations_are_computed_again():
     """They get what they share of the source as they do otherwise."""
     gradients = []

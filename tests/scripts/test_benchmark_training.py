@@ -4,6 +4,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 from benchmark_runs import check_rows, run_benchmark
 
 from pipeline.benchmarks import harness
@@ -100,9 +101,22 @@ def test_tokens_are_those_of_the_target_without_padding(benchmark, monkeypatch, 
     assert options or tokens < sum(target.numel() for target in targets)
 
 
-def test_profile_names_the_operators(run):
+def test_profile_counts_the_calls_and_names_the_operators(run):
     out = run("--models talkconv --turns 1 --profile")
-    assert "float32: talkconv" in out.printed and "talk_conv::backward" in out.printed
+    assert "talk_conv::backward" in out.printed
+    assert re.search(r"float32: talkconv: \d{3} calls", out.printed)
+
+
+def test_calls_are_those_that_compute():
+    from pipeline.benchmarks.models import CountCalls
+
+    x = torch.randn(4, 6)
+    with CountCalls() as calls:
+        y = torch.empty_like(x).view(24).detach()
+        assert calls.count == 0
+        y.copy_(x.view(24))  # in place
+        x.t().contiguous() + 1
+    assert calls.count == 3
 
 
 def test_models_are_what_they_say(benchmark):

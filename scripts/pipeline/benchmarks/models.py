@@ -4,6 +4,7 @@ import math
 from argparse import Namespace
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import talk_fairseq  # noqa: F401 (first, as it patches fairseq and keeps its logging quiet)
 from pipeline.benchmarks import harness
@@ -114,9 +115,26 @@ def measure(cell, prepare, amounts, args, report, enough=math.inf):
     for name, step in steps.items() if args.profile else ():
         with torch.profiler.profile() as profiler:
             step()
+        with CountCalls() as calls:
+            step()
         # PyTorch's table of the operators that take most.
         where = profiler.key_averages().table(f"self_{args.device}_time_total", row_limit=15)
-        print(f"\n{harness.title(cell)}: {name}", where, sep="\n")
+        print(f"\n{harness.title(cell)}: {name}: {calls.count:,} calls", where, sep="\n")
+
+
+class CountCalls(TorchDispatchMode):
+    """Counts the calls of PyTorch's operators that compute: on a GPU most launch one kernel."""
+
+    count = 0
+    others = (  # which launch nothing
+        *("empty", "new_empty", "_unsafe_view", "_local_scalar_dense", "promote_types"),
+        *("is_same_size", "_record_function"),
+    )
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.partition("::")[2]
+        self.count += not (function.is_view or name.startswith(self.others))
+        return function(*args, **(kwargs or {}))
 
 
 def option_parser(name, description, turns, output):
@@ -124,7 +142,7 @@ def option_parser(name, description, turns, output):
     parser = harness.option_parser(name, description, turns, 120, output)
     add, names = parser.add_argument, ",".join(MODELS)
     add("--models", type=several(one_of(MODELS)), default=MODELS, help=f"default: {names}")
-    add("--profile", action="store_true", help="then print where a step goes, model by model")
+    add("--profile", action="store_true", help="then print a step's calls and where it goes")
     for size, default in SIZES.items():
         option = "--" + size.replace("_", "-")
         least = 5 if size == "vocabulary" else 1  # 4 are fairseq's own

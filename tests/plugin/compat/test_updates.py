@@ -22,7 +22,6 @@ def optimizer_of(flat, device, dtype):
     halves = [nn.Parameter(x[0].to(dtype)) for x in drawn]
     for p, x in zip(halves, drawn):
         p.grad = x[1].to(dtype)
-    halves[0].grad = halves[0].grad.t().contiguous().t()
     if flat:
         total = sum(p.numel() for p in halves)
         wide = {halves[0].device.index: nn.Parameter(torch.randn(total, generator=generator))}
@@ -47,18 +46,20 @@ def numbers(optimizer):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("odd", ["", "missing", "strided"])
 @pytest.mark.parametrize(
     "name", ["_sync_fp16_grads_to_fp32", "_sync_fp32_params_to_fp16", "zero_grad"]
 )
-def test_as_fairseq_copies(name, missing, flat, dtype, device):
+def test_as_fairseq_copies(name, odd, flat, dtype, device):
+    if flat and odd == "strided":
+        pytest.skip("fairseq copies contiguous gradients alone into one tensor")
     ours, theirs = (optimizer_of(flat, device, dtype) for _ in range(2))
     for optimizer in (ours, theirs):
         first, second, *_ = optimizer.fp16_params
-        if flat:  # into one tensor fairseq copies contiguous gradients alone
-            first.grad = first.grad.contiguous()
-        if missing:
+        if odd == "missing":
             second.grad = None
+        elif odd == "strided":
+            first.grad = first.grad.t().contiguous().t()
     update = getattr(MixedPrecision, name)
     update(ours)
     update.__wrapped__(theirs)
@@ -92,10 +93,32 @@ def test_the_scale_of_the_loss_is_undone_anew():
     assert optimizer._multiply_factor == 1 / 128
 
 
+def test_parameters_of_several_types():
+    """As of a model that keeps one in float32."""
+    optimizer = optimizer_of(False, "cpu", torch.bfloat16)
+    optimizer.fp16_params[1].data = optimizer.fp16_params[1].data.float()
+    MixedPrecision._sync_fp32_params_to_fp16(optimizer)
+    for p, wide in zip(optimizer.fp16_params, optimizer.fp32_params):
+        assert not p.requires_grad or torch.equal(p, wide.to(p.dtype))
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_norms_of_gradients_are_in_float32(device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_norms_are_fairseqs(dtype, device, monkeypatch):
+    """Bit for bit on a CPU."""
+    params = optimizer_of(False, device, dtype).fp16_params
+    ours = utils.clip_grad_norm_(params, 0)
+    monkeypatch.setattr(utils, "multi_tensor_l2norm_available", False)
+    theirs = utils.clip_grad_norm_(params, 0)
+    assert ours.device == params[0].device and ours > 1
+    torch.testing.assert_close(ours, theirs, rtol=0 if device == "cpu" else 1e-6, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("second", [torch.float16, torch.float32])
+def test_norms_of_gradients_are_in_float32(second, device):
     """A square of one of these leaves the range of float16."""
-    gradients = [torch.full((3,), 3000.0, dtype=torch.float16), torch.full((1,), 9000.0)]
+    gradients = [torch.full((3,), 3000.0, dtype=torch.float16), torch.full((1,), 9e3, dtype=second)]
     params = [nn.Parameter(torch.zeros_like(g, device=device)) for g in gradients]
     for p, gradient in zip(params, gradients):
         p.grad = gradient.to(device)
