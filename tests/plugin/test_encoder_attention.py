@@ -390,6 +390,12 @@ def test_weights_only_where_somebody_reads_them(model):
 
 
 @torch.no_grad()
+def test_without_an_output_of_the_encoder(model):
+    target, empty = torch.randint(4, 99, (2, 3)), {"encoder_out": [], "encoder_padding_mask": []}
+    assert torch.equal(model.decoder(target, encoder_out=empty)[0], model.decoder(target)[0])
+
+
+@torch.no_grad()
 def test_distances_are_made_once_for_all_layers(model, monkeypatch):
     made, make = [], encoder_attention._distances
     monkeypatch.setattr(encoder_attention, "_distances", lambda *a: made.append(a) or make(*a))

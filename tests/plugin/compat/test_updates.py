@@ -93,9 +93,10 @@ def test_the_scale_of_the_loss_is_undone_anew():
     assert optimizer._multiply_factor == 1 / 128
 
 
-def test_parameters_of_several_types():
+@pytest.mark.parametrize("device", DEVICES)
+def test_parameters_of_several_types(device):
     """As of a model that keeps one in float32."""
-    optimizer = optimizer_of(False, "cpu", torch.bfloat16)
+    optimizer = optimizer_of(False, device, torch.bfloat16)
     optimizer.fp16_params[1].data = optimizer.fp16_params[1].data.float()
     MixedPrecision._sync_fp32_params_to_fp16(optimizer)
     for p, wide in zip(optimizer.fp16_params, optimizer.fp32_params):
