@@ -30,8 +30,8 @@ def _with_wide(optimizer, part):
     `part` takes a float32 parameter, and returns it or its gradient. With ``--fp16`` fairseq keeps
     one long parameter for each GPU.
     """
-    pairs = zip(optimizer.fp16_params, optimizer.fp32_params)
     if not optimizer.has_flat_params:
+        pairs = zip(optimizer.fp16_params, optimizer.fp32_params)
         return [(p, part(wide)) for p, wide in pairs if p.requires_grad]
     pairs = []
     for device, flat in optimizer.fp32_params.items():

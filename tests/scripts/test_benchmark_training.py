@@ -107,6 +107,16 @@ def test_profile_counts_the_calls_and_names_the_operators(run):
     assert re.search(r"float32: talkconv: \d{3} calls", out.printed)
 
 
+@pytest.mark.parametrize(
+    "option, built", [([], "FusedAdam"), (["--optimizer", "adam"], "Adam")], ids=["default", "adam"]
+)
+@pytest.mark.parametrize("name", ["talkconv", "transformer"])
+def test_all_systems_have_the_optimizer_of_the_option(benchmark, name, option, built):
+    args = benchmark.parse([*SMALL, *option])
+    trainer = benchmark.build_trainer(name, "float32", args)
+    assert type(trainer.optimizer.optimizer).__name__ == built
+
+
 def test_calls_are_those_that_compute():
     from pipeline.benchmarks.models import CountCalls
 
