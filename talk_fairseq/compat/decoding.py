@@ -5,7 +5,7 @@ import math
 import fairseq.ngram_repeat_block
 import torch
 
-from talk_fairseq.compat.patching import patches
+from talk_fairseq.compat.patching import patches, patches_command
 
 
 @patches("fairseq.tasks.language_modeling.LanguageModelingTask", "eval_lm_dataloader")
@@ -36,6 +36,18 @@ def score_every_token(original, self, dataset, *args, max_positions=None, **kwar
                 "longer ones: give --tokens-per-sample as in training and --sample-break-mode none"
             )
     return original(self, dataset, *args, max_positions=max_positions, **kwargs)
+
+
+@patches_command("generate", "main")
+def score_with_sacrebleu(original, args):
+    """Read ``--sacrebleu`` of ``fairseq-generate``, as ``--scoring sacrebleu``.
+
+    Without it: nothing reads it, though fairseq's own warning recommends it, and the score that is
+    printed is BLEU of what stands between spaces.
+    """
+    if getattr(args, "sacrebleu", False) and args.scoring == "bleu":
+        args.scoring = "sacrebleu"
+    return original(args)
 
 
 def _no_repeat_ngram(self, tokens, lprobs, bsz: int, beam_size: int, step: int):

@@ -100,6 +100,18 @@ def test_all_43_sentences_are_generated(data, trained):
     assert "Translated 43 sentences" in out and "BLEU = " in out
 
 
+def test_sacrebleu_scores_with_sacrebleu(data, trained):
+    """But does not replace another scoring that is named."""
+    path = f"--path={trained / 'checkpoint_best.pt'}"
+
+    def score(*flags):
+        return fairseq("generate", data, path, *SHORT, *flags).strip().splitlines()[-1]
+
+    named = score("--scoring=sacrebleu")
+    assert score("--sacrebleu") == named != score()
+    assert "chrF" in score("--sacrebleu", "--scoring=chrf")
+
+
 def test_diverse_beams_and_sentences_over_the_maximum(data, trained, corpus):
     flags = ["--max-source-positions=6", "--skip-invalid-size-inputs-valid-test"]
     groups = ["--diverse-beam-groups=2", "--diverse-beam-strength=0.5"]
