@@ -4,6 +4,10 @@ The operator's kernels walk along time with a ring of float64 rows, just long en
 window in the call. So their work does not depend on the windows, and their sums need no restarts.
 """
 
+import contextlib
+import functools
+import warnings
+
 import numpy as np
 from numba import njit
 
@@ -15,13 +19,35 @@ _SHORT_SUM_ROWS = 64
 def _jit(function):
     """Compile at the first call, and keep the result on disk where there is a place to write.
 
+    A full disk or a damaged file costs the time to compile, and a warning.
+
     Sums over a head's channels may be vectorised; NaN and infinity keep their meaning.
     """
     options = dict(nogil=True, fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
     try:
-        return njit(cache=True, **options)(function)
+        kernel = njit(cache=True, **options)(function)
     except RuntimeError:  # nowhere to write
         return njit(**options)(function)
+    if cache := getattr(kernel, "_cache", None):  # without NUMBA_DISABLE_JIT
+        cache.load_overload = _unless_it_fails(cache, cache.load_overload)
+        cache.save_overload = _unless_it_fails(cache, cache.save_overload)
+    return kernel
+
+
+def _unless_it_fails(cache, method):
+    """Return a method of Numba's `cache` that warns, empties it and returns None on an error."""
+
+    @functools.wraps(method)
+    def call(*args):
+        try:
+            return method(*args)
+        except Exception as error:
+            where = f"{cache.cache_path} (NUMBA_CACHE_DIR names another folder)"
+            warnings.warn(f"Numba's cache is not used: {error!r} in {where}", stacklevel=2)
+            with contextlib.suppress(OSError):
+                cache.flush()
+
+    return call
 
 
 @_jit
