@@ -203,6 +203,16 @@ EXPRESSION = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.L
 EXPRESSION += (ast.UAdd, ast.USub, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv)
 
 
+def _size(node):
+    """Return a bound of how large the value of an expression is, in parts of its source."""
+    parts = max(1, sum(map(_size, ast.iter_child_nodes(node))))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        sides = (getattr(side, "value", None) for side in (node.left, node.right))
+        times = [abs(side) for side in sides if isinstance(side, (int, float))]
+        parts *= max(1, *times) if times else math.inf
+    return parts
+
+
 def evaluate(expression):
     """Return the value of an option like ``"[(512, 3)] * 20"``: plain values, sums and products.
 
@@ -216,17 +226,10 @@ def evaluate(expression):
     )
     try:
         tree = ast.parse(text, mode="eval")
-        nodes = list(ast.walk(tree))
+        known = all(isinstance(node, EXPRESSION) for node in ast.walk(tree))
+        size = _size(tree)
     except (SyntaxError, RecursionError, MemoryError):
         raise refused from None
-    largest = 1
-    for node in nodes:
-        if not isinstance(node, EXPRESSION):
-            raise refused
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            sides = (getattr(side, "value", None) for side in (node.left, node.right))
-            times = [abs(side) for side in sides if isinstance(side, (int, float))]
-            largest *= max(1, *times) if times else math.inf
-    if largest > 10_000_000:
+    if not known or size > 10_000_000:
         raise refused
     return eval(compile(tree, "<option>", "eval"), {"__builtins__": {}})

@@ -15,7 +15,7 @@ PACKAGE = [
     "__init__",
 ]
 LARGEST = 600  # lines of a file
-BOUNDS = {"README.md": 170, "scripts": 7_063, "talk_fairseq": 5_358}
+BOUNDS = {"README.md": 170, "scripts": 7_104, "talk_fairseq": 5_417}
 
 
 def tracked(*patterns):

@@ -46,8 +46,16 @@ def name_file_of_bad_training_state(original, self, filename, *args, **kwargs):
     """
     with naming(filename):
         extra_state = original(self, filename, *args, **kwargs)
-    (extra_state or {}).pop("ema", None)
+    for name in ("ema", "ema_fp32_params"):
+        (extra_state or {}).pop(name, None)
     return extra_state
+
+
+@patches("fairseq.checkpoint_utils", "load_ema_from_checkpoint")
+def name_file_without_average(original, fpath):
+    """Name the file of ``--ema-seed-model`` in errors, such as that it has no average."""
+    with naming(fpath):
+        return original(fpath)
 
 
 def begin_average_at_checkpoint(path, **options):

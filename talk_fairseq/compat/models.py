@@ -139,7 +139,7 @@ def end_commands_in_one_line(original, *args, **kwargs):
     """End a command with the message alone where this package refuses its options.
 
     That is an error of a patch (also for a text that cannot be opened), or what anything here
-    raises while the task, the model, the criterion or the generator is built.
+    raises while the task, the model, the criterion, the generator or the optimizer is built.
     ``fairseq-hydra-train`` and callers from Python get the error itself. ``fairseq-generate`` and
     ``fairseq-preprocess`` have no ``call_main``. Without it: fifty lines of traceback come first.
     """
@@ -147,8 +147,9 @@ def end_commands_in_one_line(original, *args, **kwargs):
         return original(*args, **kwargs)
     except (ValueError, OSError) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        builders = {"setup_task", "build_model", "build_criterion", "build_generator"}
-        building = any(frame.name in builders for frame in frames)
+        builders = ("task", "model", "criterion", "generator", "optimizer")
+        names = {"setup_task", *(f"build_{name}" for name in builders)}
+        building = any(frame.name in names for frame in frames)
         compat = Path(__file__).parent
         refused = Path(frames[-1].filename).is_relative_to(compat.parent if building else compat)
         callers = {frame.name for frame in traceback.extract_stack()}

@@ -6,6 +6,7 @@ import itertools
 import sys
 
 import fairseq.file_chunker_utils
+import torch
 
 from talk_fairseq.compat.models import end_commands_in_one_line
 from talk_fairseq.compat.patching import patches, patches_command
@@ -100,13 +101,15 @@ def name_flags_that_limit_lengths(original, self, *args, **kwargs):
 def check_learned_positions(original, self, input, incremental_state=None, positions=None):
     """Raise ValueError that names the flags for more tokens than learned positions.
 
-    Tokens are only counted where there are more columns than positions. ``forward`` stays as it is,
-    since TorchScript compiles it. Without it: ``IndexError: index out of range in self``, or on a
-    GPU a failed assertion of the device that ends the process.
+    Tokens are only counted where there are more columns than positions; a step of decoding takes
+    the position of its column. ``forward`` stays as it is, since TorchScript compiles it. Without
+    it: ``IndexError: index out of range in self``, or on a GPU a failed assertion of the device
+    that ends the process.
     """
-    tokens = input.shape[1]
-    if positions is None and tokens > self.max_positions:
-        longest = int(input.ne(self.padding_idx).sum(dim=1).max())
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # for other lengths too
+    if positions is None and not traced and (longest := input.shape[1]) > self.max_positions:
+        if incremental_state is None:
+            longest = int(input.ne(self.padding_idx).sum(dim=1).max())
         if longest > self.max_positions:
             raise ValueError(
                 f"expected at most {self.max_positions} tokens, one for each learned position, got "

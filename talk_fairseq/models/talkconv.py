@@ -194,6 +194,10 @@ class TaLKConvModel(TaLKConvModelBase, transformer.TransformerModelBase):
                      "merge_src_tgt_embed", "tie_adaptive_weights"):  # fmt: skip
             if cfg.adaptive_softmax_cutoff is not None and getattr(cfg, name):
                 raise ValueError(f"{name}: expected False with adaptive_softmax_cutoff, got True")
+        shared = cfg.share_all_embeddings or cfg.share_decoder_input_output_embed
+        if shared and cfg.decoder.output_dim != cfg.decoder.embed_dim:
+            wanted = f"{cfg.decoder.embed_dim} with shared embeddings"
+            raise ValueError(f"decoder_output_dim: expected {wanted}, got {cfg.decoder.output_dim}")
         cfg.unit = cls.unit
         set_windows(cfg.encoder, "encoder")
         set_windows(cfg.decoder, "decoder")

@@ -19,11 +19,18 @@ from fairseq.search import BeamSearch
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import register_task
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from talk_fairseq.models.config import option
 from talk_fairseq.rouge import KINDS, rouge_sums
 
 logger = logging.getLogger(__name__)
+
+OF_COMMANDS = {  # options of generation that its commands read, and validation does not
+    *("constraints", "lm_path", "lm_weight", "prefix_size", "replace_unk", "retain_dropout"),
+    *("retain_dropout_modules", "sacrebleu", "score_reference"),
+}
 
 
 @dataclass
@@ -141,7 +148,8 @@ class TaLKSummarizationTask(TranslationTask):
 def generation_options(text):
     """Return the dictionary of ``eval_rouge_args``.
 
-    Raises ValueError unless it is JSON and has only keys of fairseq's group `generation`.
+    Raises ValueError unless it is JSON and has only options of fairseq's group `generation` that
+    count in validation, with values of their types.
     """
     try:
         options = json.loads(text)
@@ -149,10 +157,16 @@ def generation_options(text):
         options = None
     if not isinstance(options, dict):
         raise ValueError(f"eval_rouge_args: expected a JSON object, got {text!r}")
-    known = {option.name for option in fields(GenerationConfig)}
+    known = {option.name for option in fields(GenerationConfig)} - OF_COMMANDS
     for name in options.keys() - known:
         raise ValueError(f"eval_rouge_args: expected options of generation, got {name!r}")
-    return options
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(GenerationConfig), options)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"eval_rouge_args: {str(error).splitlines()[0]}") from None
+    if merged.beam < 1:
+        raise ValueError(f"eval_rouge_args: expected a beam of at least 1, got {merged.beam}")
+    return {name: merged[name] for name in options}
 
 
 # --- The step-wise length penalty ---

@@ -89,6 +89,12 @@ def test_from_yaml(corpus):
             {"eval_rouge_args": '{"max_lenb": 30}'},
             "eval_rouge_args: expected options of generation, got 'max_lenb'",
         ),
+        (
+            {"eval_rouge_args": '{"prefix_size": 3}'},
+            "eval_rouge_args: expected options of generation, got 'prefix_size'",
+        ),
+        ({"eval_rouge_args": '{"lenpen": "long"}'}, "eval_rouge_args: Value 'long' of type 'str'"),
+        ({"eval_rouge_args": '{"beam": 0}'}, "eval_rouge_args: expected a beam of at least 1"),
         ({"eval_rogue": True}, "eval_rogue"),
     ],
 )

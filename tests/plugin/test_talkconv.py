@@ -264,6 +264,7 @@ def test_sides_of_other_sizes():
         ("--decoder-conv-dim 0", "heads: expected a divisor of channels = 0, got"),
         ("--offset-dropout 1.5", "offset_dropout: expected 0 <= p < 1, got 1.5"),
         ("--cross-self-attention", "cross_self_attention: expected False"),
+        ("--decoder-output-dim 16 --share-all-embeddings", "decoder_output_dim: expected 512 with"),
         ("--adaptive-softmax-cutoff 9,5", "adaptive_softmax_cutoff: expected rising cutoffs"),
         ("--adaptive-softmax-cutoff 5,999", "adaptive_softmax_cutoff: expected rising cutoffs"),
         ("--adaptive-softmax-cutoff 5 --share-all-embeddings", "share_all_embeddings: expected F"),

@@ -164,12 +164,15 @@ def test_options_run_no_code(doors, tmp_path, figure):
 def test_the_options_of_fairseq_are_still_evaluated(figure):
     layers = "[(512, 3)] * 9 + [(1024, 3)] * 4 + [(2048, 1)] * 2"
     assert checkpoint_files.evaluate(layers) == [(512, 3)] * 9 + [(1024, 3)] * 4 + [(2048, 1)] * 2
+    many = " + ".join(["[(64, 3)] * 20"] * 6)
+    assert checkpoint_files.evaluate(many) == [(64, 3)] * 120
     assert checkpoint_files.evaluate(" (0.9, -1e-8) ") == (0.9, -1e-8)
     assert utils.eval_str_list("5e-4,1/2") == [5e-4, 0.5] and utils.eval_bool("True") is True
     assert utils.eval_str_dict("{'a': None}") == {"a": None} and utils.eval_bool(None, 3) == 3
     bad = ["().__class__", "f()", "[x for x in (1,)]", "9 ** 9 ** 9", "[0] * 9999999 * 9999"]
     bad += ["(lambda: 0)()", "__import__('os')", "f'{1}'", "[0] * (9999999 + 9999999)", "1 +", ""]
     bad += ["[0] * 0 + [0] * 99999999", "[[0] * 0.1, [0] * 99999999]"]
+    bad += ["[0] * 3200 * 3200", "([0] * 9999 + [1]) * 9999"]
     bad += ["(" * 5000, "-" * 100_000 + "1", "1 if 1 else 2", "x", "(y := 3)", "[1][0]", "'%s' % 1"]
     refused = 0
     for text in bad:

@@ -162,6 +162,13 @@ def test_fp16_on_a_cpu_is_one_clear_line(data, tmp_path):
     assert line == "ValueError: expected a GPU for --fp16, got a CPU: use --bf16, --amp or neither"
 
 
+def test_options_of_an_optimizer_are_refused_in_one_line(data):
+    flags = ["--no-save", "--optimizer=fused_adam", "--fp16-adam-stats", "--user-dir", PLUGIN]
+    status, printed = fairseq_commands.run("train", data, *TRANSLATION, *flags)
+    assert status == 1 and "Traceback" not in printed
+    assert printed.strip().splitlines()[-1].startswith("ValueError: fp16_adam_stats: expected")
+
+
 def refusal_of_preprocess(corpus, out):
     """The line that fairseq-preprocess ends with, without a traceback; nothing is written."""
     flags = [*preprocessing(corpus, out), "--user-dir", PLUGIN]

@@ -27,7 +27,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.models import BaseFairseqModel
 from fairseq.models.ema.ema import EMA
-from fairseq.modules import SinusoidalPositionalEmbedding
+from fairseq.modules import LearnedPositionalEmbedding, SinusoidalPositionalEmbedding
 from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.tasks.language_modeling import LanguageModelingTask
@@ -245,6 +245,16 @@ def test_padding_takes_no_learned_position():
     for given, positions in ((tokens, None), (tokens * 0 + 5, tokens)):
         found = text.check_learned_positions(lambda *given: given, module, given, None, positions)
         assert found == (module, given, None, positions)
+    step = "expected at most 2 tokens, one for each learned position, got 3"
+    with pytest.raises(ValueError, match=step):  # whose position is that of its column
+        text.check_learned_positions(lambda *given: given, module, tokens, {})
+
+
+def test_learned_positions_are_exported_for_any_length():
+    positions = LearnedPositionalEmbedding(12, 4, 1)
+    dynamic = {"input": {1: torch.export.Dim("T", min=2, max=10)}}
+    program = torch.export.export(positions, (torch.full((1, 5), 4),), dynamic_shapes=dynamic)
+    assert program.module()(torch.full((1, 9), 4)).shape == (1, 9, 4)
 
 
 def test_numpy_and_torch_themselves_are_untouched(tmp_path):
@@ -284,10 +294,22 @@ def test_an_average_begins_at_a_checkpoint_that_has_none(tmp_path):
     trained = averaging.model.state_dict()["decoder.layers.0.fc1.weight"]
     with torch.no_grad():
         trained.zero_()
-    assert "ema" not in averaging.load_checkpoint(path, reset_optimizer=True)
+    averaging.load_checkpoint(path, reset_optimizer=True)
     assert trained.any()
     for average in (averaging.ema.model.state_dict(), averaging.ema.fp32_params):
         assert torch.equal(average["decoder.layers.0.fc1.weight"], trained)
+    averaging.consolidate_optimizer()
+    averaging.save_checkpoint(path, {"train_iterator": {"epoch": 1}})
+    saved = checkpoint_files.read_checkpoint(path)["extra_state"]
+    assert {"ema", "ema_fp32_params"} <= saved.keys()
+    kept = averaging.load_checkpoint(path)  # by a command for as long as it runs
+    assert not kept.keys() & {"ema", "ema_fp32_params"}
+
+
+def test_a_file_that_lends_no_average_is_named(tmp_path):
+    torch.save({"model": {}, "extra_state": {}}, tmp_path / "seed.pt")
+    with pytest.raises(RuntimeError, match="seed.pt cannot be loaded: KeyError: 'ema'"):
+        checkpoint_utils.load_ema_from_checkpoint(str(tmp_path / "seed.pt"))
 
 
 def test_averages_in_float32_have_shared_parameters_once():
