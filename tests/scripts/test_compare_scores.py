@@ -130,12 +130,13 @@ def test_a_seed_without_the_reference_has_no_p(tmp_path):
     assert systems["lightconv"]["p"] is None and "baseline" not in results
 
 
-def test_chinese_is_scored_by_its_characters(tmp_path):
-    (tmp_path / "test.zh").write_text("我们今天去公园散步。\n" * 9, encoding="utf-8")
+@pytest.mark.parametrize("language", ["zh", "zh-CN", "zh_TW"])
+def test_chinese_is_scored_by_its_characters(tmp_path, language):
+    (tmp_path / f"test.{language}").write_text("我们今天去公园散步。\n" * 9, encoding="utf-8")
     generated(tmp_path / "talkconv/1/generated", ["我们今天去公园走走。"] * 9)
     systems = {"talkconv": {"seeds": {"1": {}}}}
     results = {"task": "mt", "reference": "talkconv", "systems": systems}
-    score(results, tmp_path, ["en", "zh"], lambda *run: tmp_path.joinpath(*run))
+    score(results, tmp_path, ["en", language], lambda *run: tmp_path.joinpath(*run))
     assert systems["talkconv"]["score"] > 30 and "tok:zh" in results["signature"]
 
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from fairseq_cli import eval_lm, generate
 
 from pipeline.common.command import BadInput
 from pipeline.common.files import read_lines, write_lines
+from pipeline.common.folder import Folder
 from pipeline.common.logs import read_hypotheses
 from pipeline.recipes import average, config, evaluate
 
@@ -451,6 +453,25 @@ def test_tuning_chooses_on_the_validation_set(capfd, monkeypatch, verses, folder
     assert result["checkpoints"] == ["checkpoint2.pt", "checkpoint3.pt"]
     arguments[1] = folder_of_a_run / "checkpoint3.pt"  # of those that the recipe averages
     assert run(capfd, *arguments)[1]["changed"]["average"] == 1
+
+
+def test_a_training_that_is_not_at_its_end_is_not_the_recipe(
+    capfd, monkeypatch, verses, folder_of_a_run
+):
+    monkeypatch.setattr(evaluate.Evaluation, "score", lambda *_: {})
+    arguments = [EN_DE, folder_of_a_run, "--data", verses, "--average", 3]
+    assert "optimization.max_update" not in run(capfd, *arguments)[1]["changed"]
+    shutil.copy(folder_of_a_run / "checkpoint3.pt", folder_of_a_run / "checkpoint_last.pt")
+    assert run(capfd, *arguments)[1]["changed"]["optimization.max_update"] == 24
+
+
+def test_one_evaluation_at_a_time(capfd, verses, folder_of_a_run):
+    """There is one file for means, and one for hypotheses."""
+    folder = Folder(folder_of_a_run / "evaluation", "evaluation", (), "--output")
+    with closing(folder):
+        folder.acquire()
+        line = refusal(capfd, EN_DE, folder_of_a_run, "--data", verses, "--average", 3)
+    assert line.startswith("--output: another evaluation")
 
 
 def test_tuning_looks_for_the_lowest_perplexity(monkeypatch, lm_verses, folder_of_a_run):

@@ -81,8 +81,9 @@ def test_without_a_gpu(tmp_path):
 def test_a_folder_named_like_what_is_replaced(script, tmp_path):
     folder = tmp_path / "my_PYTHON PREFIX"
     folder.mkdir()
+    (folder / "good.md").write_text("mine")
     assert script.run_stage(script.STAGES[0].command, 10, folder / "good") == ("done", "")
-    assert (folder / "good.json").exists()
+    assert (folder / "good.json").exists() and (folder / "good.md").read_text() == "mine"
 
 
 def test_the_stages_in_turn(script, tmp_path, capsys):

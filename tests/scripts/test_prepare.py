@@ -418,6 +418,18 @@ def test_data_that_was_wrong_may_be_put_right(tmp_path, capfd):
     assert prepare(*arguments, tmp_path / "right") == 0
 
 
+def test_an_archive_that_is_named_may_be_of_any_kind(tmp_path):
+    path = tmp_path / "words.tar.xz"
+    (tmp_path / "train.txt").write_text("some words")
+    with tarfile.open(path, "w:xz") as archive:
+        archive.add(tmp_path / "train.txt", "data/train.txt")
+    files = prepare_archives.gather(["train.txt"], [path], {}, tmp_path / "extracted")
+    assert files["train.txt"].read_text() == "some words"
+    with pytest.raises(ValueError, match="notes: expected a whole tar or zip archive"):
+        (tmp_path / "notes").write_text("words")
+        prepare_archives.gather(["train.txt"], [tmp_path / "notes"], {}, tmp_path / "extracted")
+
+
 def test_an_archive_that_is_replaced_is_read_anew(tmp_path):
     path, found = tmp_path / "data/words.zip", []
     path.parent.mkdir()

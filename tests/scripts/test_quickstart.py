@@ -42,7 +42,10 @@ def score_line(printed):
 @pytest.mark.slow
 def test_a_run_a_second_run_and_a_restart(verses, tmp_path, monkeypatch):
     # From another folder, with relative paths, one of them with a space.
-    arguments = ("--data", "verses", "--out", "a run", "--updates", 12)
+    for path in [*verses.iterdir()]:
+        path.rename(verses / path.name.replace(".es", ".es-ES").replace(".en", ".en-GB"))
+    languages = ("--source-lang", "es-ES", "--target-lang", "en-GB")
+    arguments = ("--data", "verses", *languages, "--out", "a run", "--updates", 12)
     first = quickstart(*arguments, cwd=tmp_path)
     assert f" on {TEST_VERSES} sentences (nrefs:1|" in score_line(first)
     for start in ("source      ", "reference   ", "translation "):
@@ -55,7 +58,7 @@ def test_a_run_a_second_run_and_a_restart(verses, tmp_path, monkeypatch):
         assert name in line
     out = tmp_path / "a run"
     counted = re.findall(r"^(\S+): [\d,]+ sentences, [\d,]+ pieces", first, re.MULTILINE)
-    assert counted == [f"{split}.{side}" for split in SPLITS for side in ("es", "en")]
+    assert counted == [f"{split}.{side}" for split in SPLITS for side in ("es-ES", "en-GB")]
     assert not list(out.rglob("*.partial"))
 
     # The second time everything is there: only the score is computed again.
@@ -66,9 +69,9 @@ def test_a_run_a_second_run_and_a_restart(verses, tmp_path, monkeypatch):
     assert files(out) == before
 
     # Other settings, or another corpus under the same name, do not get mixed with these.
-    other = ("--data", verses, "--out", out)
+    other = ("--data", verses, *languages, "--out", out)
     assert "other settings" in refusal(*other, "--updates", 13)
-    (verses / "valid.en").write_text("Word.\n" * 10)
+    (verses / "valid.en-GB").write_text("Word.\n" * 10)
     assert "--restart to replace it" in refusal(*other, "--updates", 12)
     assert files(out) == before
 
@@ -76,6 +79,8 @@ def test_a_run_a_second_run_and_a_restart(verses, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)  # and back: it goes there
     monkeypatch.setattr(signal, "signal", lambda *handler: None)
     (out / "notes").write_text("mine")
+    for path in [*verses.iterdir()]:
+        path.rename(verses / path.name.replace("-ES", "").replace("-GB", ""))
     of = session(verses, out, "--updates", 4, "--restart")
     of.open(model=["fairseq-train"])
     of.folder.close()
@@ -142,6 +147,15 @@ def test_a_folder_has_one_name(tmp_path, monkeypatch):
     given = parse(["--out", "../quickstart", "--data", str(ROOT / "data/bible-es-en")])
     assert given == parse([])
     assert parse(["--out", str(tmp_path)]).out == tmp_path
+
+
+@of_both
+def test_a_folder_of_another_command_is_left_alone(refusal, tmp_path):
+    (tmp_path / "settings.json").write_text('{"kind": "comparison"}')
+    before = files(tmp_path)
+    message = refusal("--out", tmp_path, "--restart")
+    assert "holds a comparison; choose another folder" in message
+    assert files(tmp_path) == before
 
 
 def test_a_training_by_the_clock_has_two_legs(verses, tmp_path, monkeypatch):

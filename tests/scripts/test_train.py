@@ -2,9 +2,12 @@
 
 import gzip
 import json
+import os
 import re
+import shutil
 import subprocess
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -244,7 +247,8 @@ def test_overrides_need_no_quotes_of_hydra():
 )
 def test_training_and_evaluation_take_the_same_overrides(override, value):
     key = override.partition("=")[0]
-    composed = evaluate.composed("iwslt14_de_en/talkconv", [override])
+    recipe = config.read_config("iwslt14_de_en/talkconv")[1]
+    composed = evaluate.composed(config.with_overrides(recipe, [override]))
     assert OmegaConf.select(composed, key) == value
     (word,) = config.hydra_words([override])
     assert (
@@ -265,6 +269,8 @@ def test_mistakes(folder, tmp_path, monkeypatch):
     assert "GROUP.KEY=VALUE, got 'dropout=0'" in refused(name, "dropout=0")
     assert "overrides: expected YAML after =, got" in refused(name, "task.data=[x]/y")
     assert "on the CPU, got fp16" in refused(name, "--cpu", "--precision", "fp16")
+    both = refused(name, "--cpu", "--precision", "bf16", "common.fp16=true")
+    assert "--precision: expected none beside common.fp16=true, got both" in both
     assert "--data: expected a path without ':', got" in refused(name, "--data", "run_12:30")
     assert "--save-dir: expected a path without ':'" in refused(name, "--save-dir", "a:b")
     message = refused(name, "--data", str(tmp_path / "none"), dry_run=False)
@@ -300,6 +306,29 @@ TALK, LIGHT = "iwslt14_de_en/talkconv", "iwslt14_de_en/lightconv"  # LightConv h
 def test_options_that_fairseq_does_not_know_or_take(name, override, message):
     """Hydra would add them, and the run would go on without."""
     assert message in refused(name, "--cpu", override)
+
+
+@pytest.mark.parametrize("value", ["no", "010", "~", "{a:1}", "1:30"])
+def test_values_that_hydra_reads_otherwise_than_yaml(value):
+    """Training reads them with the one, the record of a run with the other."""
+    message = refused(TALK, "--cpu", f"model.encoder_glu={value}")
+    assert "expected a value that YAML and Hydra read alike, got " in message
+
+
+@pytest.mark.parametrize(
+    "value", ["5e-4", "1_000", "null", "True", "[1,2]", "'0,2'", '"5"', "a/b c", "${common.seed}"]
+)
+def test_values_that_both_read_alike(value):
+    config.with_overrides(OmegaConf.create(), [f"model.encoder_glu={value}", "common.seed=1"])
+    last = config.with_overrides(OmegaConf.create(), ["common.seed=1", "common.seed=2"])
+    assert last.common.seed == 2
+
+
+def test_a_file_that_has_the_name_of_a_group(folder, tmp_path):
+    """Hydra would take what fairseq stores by that name for it."""
+    shutil.copy(ROOT / f"configs/{TALK}.yaml", tmp_path / "model.yaml")
+    message = refused(str(tmp_path / "model.yaml"), "--cpu", "--data", str(folder), dry_run=False)
+    assert "expected another name than of fairseq's options, got model.yaml" in message
 
 
 @pytest.mark.parametrize("name", [TALK, LIGHT])
@@ -407,7 +436,8 @@ def test_a_folder_of_another_config(folder, tmp_path, monkeypatch):
     start = ["--cpu", "--data", str(folder), "--save-dir", str(run)]
     name = "iwslt14_de_en/talkconv"
     train.main([name, *start, "model.dropout=0.2"])
-    assert len(ran) == 1 and [path.name for path in run.iterdir()] == ["trained.yaml"]
+    assert len(ran) == 1
+    assert {path.name for path in run.iterdir()} == {"trained.yaml", "train.lock"}
     # the same goes on, also for longer, in other steps, and saved more often
     train.plan(train.parse([name, *start, "model.dropout=0.2"]))
     longer = ["model.dropout=0.2", "optimization.max_update=9", "dataset.max_tokens=2000"]
@@ -422,6 +452,25 @@ def test_a_folder_of_another_config(folder, tmp_path, monkeypatch):
     (run / "trained.yaml").rename(tmp_path / "away")
     (run / "checkpoint_last.pt").touch()
     assert "checkpoints of something else" in refused(name, *start, dry_run=False)
+
+
+def test_one_training_at_a_time(folder, tmp_path, monkeypatch, capsys):
+    """What fairseq inherits keeps the folder locked for as long as it runs."""
+    kept = []
+    monkeypatch.setattr(train.os, "execve", lambda *_: kept.append(inherited()))
+
+    def inherited():
+        files = [path for path in Path("/proc/self/fd").iterdir() if path.exists()]
+        (lock,) = [path for path in files if path.resolve() == tmp_path / "run/train.lock"]
+        assert os.get_inheritable(int(lock.name))
+        return os.dup(int(lock.name))
+
+    arguments = [TALK, "--cpu", "--data", str(folder), "--save-dir", str(tmp_path / "run")]
+    assert [train.main(arguments) for _ in range(2)] == [0, 2]
+    assert "--save-dir: another training" in capsys.readouterr().err
+    os.close(kept.pop())
+    assert train.main(arguments) == 0
+    os.close(kept.pop())
 
 
 def test_saving_more_often_is_still_the_recipe():

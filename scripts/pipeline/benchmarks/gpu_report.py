@@ -93,8 +93,7 @@ def run_stage(command, seconds, prefix):
     """Run a stage in its own process for at most `seconds`, and return ``(state, why)``."""
     given = {"PYTHON": sys.executable, "PREFIX": str(prefix)}
     words = [given.get(word, word) for word in shlex.split(command)]
-    for old in prefix.parent.glob(f"{prefix.name}.*"):
-        old.unlink()
+    prefix.with_suffix(".json").unlink(missing_ok=True)  # of an earlier report
     # Interrupted, it may still write what it has measured. All that it has started ends with it.
     limit = ["timeout", "--signal=INT", f"--kill-after={max(2, 0.1 * seconds)}", f"{0.9 * seconds}"]
     began = time.monotonic()

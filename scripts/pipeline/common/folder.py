@@ -51,12 +51,17 @@ class Folder:
         """
         self.check()
         self.acquire()
+        there = read_json(self.settings, {})
+        if (kind := there.get("kind", self.what)) != self.what:
+            held = f"a {kind}; choose another folder"
+            raise BadInput(f"{self.option}: {self.path} holds {held}")
         if restart:
             for pattern in (*self.made, self.settings.name):
                 for path in [*self.path.glob(pattern), *self.path.glob(f"{pattern}*.partial")]:
                     remove(path)
-        there = read_json(self.settings, {})
-        before = there or settings
+            there = {}
+        settings = {"kind": self.what, **settings}
+        before = {"kind": self.what, **there} if there else settings
         for key in growing:  # what is there stays, beside what is new
             others, ours = before.get(key, {}), settings[key]
             before, settings = before | {key: ours | others}, settings | {key: others | ours}
@@ -70,10 +75,10 @@ class Folder:
         if settings != there:
             write_json(self.settings, settings)
 
-    def acquire(self):
+    def acquire(self, name="lock"):
         """Make and lock the folder, to be closed. Raises BadInput if another run holds the lock."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self.lock = open(self.path / "lock", "a")
+        self.lock = open(self.path / name, "a")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

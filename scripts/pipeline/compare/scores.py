@@ -5,6 +5,7 @@ for the system, from the runs in the folders ``folder_of(system, seed)``. That o
 names of the scores of which a system has the mean over its seeds, beside its "score".
 """
 
+import re
 import statistics
 from importlib.metadata import version
 
@@ -14,7 +15,6 @@ from pipeline.common.files import read_lines
 from pipeline.common.logs import read_hypotheses
 
 SCORES = {"mt": "bleu", "lm": "perplexity_per_token", "summ": "rouge_l"}  # that a system's is
-TOKENIZERS = {"zh": "zh", "ja": "char"}  # of BLEU, where no spaces are between words
 LEADS = (*range(3, 31), 40, 50, 75, 100)  # words that a lead baseline may have
 
 
@@ -36,6 +36,11 @@ def score(results, corpus, languages, folder_of):
             row["p"] = max((s["p"] for s in seeds if s.get("p") is not None), default=None)
 
 
+def bleu_tokenizer(language):
+    """Return sacreBLEU's tokenizer of a language without spaces, such as zh or zh-CN, or None."""
+    return {"zh": "zh", "ja": "char"}.get(re.split("[-_.]", language)[0])
+
+
 def score_translations(results, corpus, languages, folder_of):
     """Score by sacreBLEU, with interval and p of the paired bootstrap of each seed."""
     from sacrebleu.metrics import BLEU
@@ -51,7 +56,7 @@ def score_translations(results, corpus, languages, folder_of):
             (name, read_hypotheses(folder_of(name, seed) / "generated", len(references)))
             for name in names
         ]
-        bleu = BLEU(references=[references], tokenize=TOKENIZERS.get(languages[1]))
+        bleu = BLEU(references=[references], tokenize=bleu_tokenizer(languages[1]))
         signatures, scores = PairedTest(named, {"BLEU": bleu}, None, test_type="bs")()
         results["signature"] = str(signatures["BLEU"])
         tested = names[0] == reference and len(names) > 1

@@ -16,7 +16,6 @@ from urllib.parse import urlparse
 from pipeline.common.files import remove
 
 URL = re.compile(r"(https?|ftp|file)://", re.IGNORECASE)
-SUFFIXES = (".tgz", ".tar", ".zip")  # also with .gz
 # What reading a damaged archive raises.
 DAMAGED = (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError)
 DAMAGED += (lzma.LZMAError, RuntimeError)  # the last of what zipfile cannot unpack
@@ -80,7 +79,7 @@ def gather(wanted, locations, archives, folder):
     for place in locations:
         for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
             name = path.name.removesuffix(".gz")
-            if path.name in archives or (path == place and name.endswith(SUFFIXES)):
+            if path.name in archives or (path == place and name not in wanted):
                 packed.append(path)
             elif name in wanted and path.is_file():
                 plain = path.with_name(name)  # of which a .gz beside it is a copy

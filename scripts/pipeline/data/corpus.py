@@ -162,8 +162,8 @@ def main(arguments=None):
 
     def body():
         languages = [language for language in (args.source_lang, args.target_lang) if language]
-        corpus = read_corpus(args.data, languages)
-        counts = prepare(corpus, languages, args.vocabulary, args.output, args.cut_source)
+        corpus, output = read_corpus(args.data, languages), args.output.absolute()
+        counts = prepare(corpus, languages, args.vocabulary, output, args.cut_source)
         for name, count in counts.items():
             print(f"{name}: {len(corpus[name]):,} sentences, {count:,} pieces")
 

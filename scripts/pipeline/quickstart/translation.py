@@ -10,7 +10,8 @@ from pipeline.common.fairseq import generation, last_checkpoints
 from pipeline.common.files import read_lines
 from pipeline.common.folder import show
 from pipeline.common.logs import read_hypotheses
-from pipeline.compare.scores import TOKENIZERS
+from pipeline.common.systems import words
+from pipeline.compare.scores import bleu_tokenizer
 from pipeline.quickstart.session import Session, options
 
 NAME = "quickstart"
@@ -22,7 +23,9 @@ def learn(args):
     """Prepare, train, average, translate and score, but for what an earlier run has done."""
     languages = [args.source_lang, args.target_lang]
     session = Session(args, languages, NAME)
-    training = session.training()
+    # fairseq's guess, by the names of files, fails on a name such as pt-BR.
+    named = {"source-lang": args.source_lang, "target-lang": args.target_lang}
+    training = session.training(named)
     session.open(training=training)
     out = session.out
 
@@ -38,10 +41,10 @@ def learn(args):
     # The test set, which nothing above has learnt from.
     translated = out / "translations"
     session.once("translating the test set", translated, [
-        "fairseq-generate", session.binarised, "--user-dir", "talk_fairseq", *session.on_device,
-        "--path", averaged, "--gen-subset", "test", "--remove-bpe", "sentencepiece",
-        "--beam", 5, "--lenpen", 1, "--max-tokens", 4000, "--log-interval", 1,
-        "--results-path", translated,
+        "fairseq-generate", session.binarised, "--user-dir", "talk_fairseq", *words(named),
+        *session.on_device, "--path", averaged, "--gen-subset", "test",
+        "--remove-bpe", "sentencepiece", "--beam", 5, "--lenpen", 1, "--max-tokens", 4000,
+        "--log-interval", 1, "--results-path", translated,
     ], generation)  # fmt: skip
 
     show("\n== five translations, and the score")
@@ -63,7 +66,7 @@ def report(generated, source, reference):
         show(f"source      {sources[number]}")
         show(f"reference   {references[number]}")
         show(f"translation {hypotheses[number]}\n")
-    bleu = BLEU(tokenize=TOKENIZERS.get(reference.name.partition(".")[2]))
+    bleu = BLEU(tokenize=bleu_tokenizer(reference.name.partition(".")[2]))
     score = bleu.corpus_score(hypotheses, [references])
     show(f"sacreBLEU {score.score:.2f} on {len(references):,} sentences ({bleu.get_signature()})")
 

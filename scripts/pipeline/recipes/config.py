@@ -110,7 +110,14 @@ def hydra_words(overrides):
 
 
 def with_overrides(config, overrides):
-    """Return a copy of `config` with ``["GROUP.KEY=VALUE", …]``, read as YAML, in it."""
+    """Return a copy of `config` with ``["GROUP.KEY=VALUE", …]``, read as YAML, in it.
+
+    Raises BadInput for a value that Hydra, which reads it for training, takes for another: YAML
+    takes ``no`` for false, Hydra for a word.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
     for override in overrides:
         if not re.match(r"\+{0,2}\w+\.[\w.]+=", override):
             raise BadInput(f"overrides: expected GROUP.KEY=VALUE, got {override!r}")
@@ -118,6 +125,15 @@ def with_overrides(config, overrides):
         given = OmegaConf.from_dotlist([override.lstrip("+") for override in overrides])
     except yaml.YAMLError:
         raise BadInput(f"overrides: expected YAML after =, got {' '.join(overrides)}") from None
+    try:
+        words = OverridesParser.create().parse_overrides(hydra_words(overrides))
+    except HydraException as error:
+        raise BadInput(f"overrides: {str(error).partition(chr(10))[0]}") from None
+    of_yaml = flat(OmegaConf.to_container(given))
+    for key, value in flat({word.key_or_group: word.value() for word in words}).items():
+        if value != of_yaml.get(key):
+            got = f"got {of_yaml.get(key)!r} and {value!r}"
+            raise BadInput(f"{key}: expected a value that YAML and Hydra read alike, {got}")
     return OmegaConf.merge(config, given)
 
 
@@ -169,13 +185,19 @@ def differences(config, other, harmless=HARMLESS):
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def check_options(config):
+def check_options(config, name=""):
     """Raise BadInput for a key that is no option of fairseq's, or a value of another type.
+
+    Also for a `name` of the config that fairseq gives to a group of options.
 
     Hydra adds what it does not know, and fairseq's older models take any key. Importing what knows
     them takes seconds.
     """
     import_models(config)
+    from fairseq.dataclass.configs import FairseqConfig
+
+    if hasattr(FairseqConfig, name):
+        raise BadInput(f"NAME: expected another name than of fairseq's options, got {name}.yaml")
     for group, options in groups_of(config).items():
         schema = schema_of(group, options.get("_name"))
         for key, value in options.items():

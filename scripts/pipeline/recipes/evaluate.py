@@ -8,6 +8,7 @@ import html
 import logging
 import re
 import sys
+from contextlib import closing
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +20,7 @@ from sacremoses import MosesDetokenizer
 from pipeline.common import command
 from pipeline.common.command import BadInput
 from pipeline.common.files import read_json, read_lines, write_json, write_lines
+from pipeline.common.folder import Folder
 from pipeline.common.logs import read_hypotheses
 from pipeline.common.machine import has_gpu
 from pipeline.data.benchmarks import BENCHMARKS, fits
@@ -28,7 +30,8 @@ from talk_fairseq.checkpoint_files import read_checkpoint
 from talk_fairseq.rouge import rouge
 
 from fairseq.checkpoint_utils import checkpoint_paths
-from fairseq.dataclass.configs import GenerationConfig
+from fairseq.dataclass.configs import FairseqConfig, GenerationConfig
+from fairseq.dataclass.initialize import add_defaults
 
 # The score that the papers report of a benchmark; of others, tokenised BLEU or perplexity.
 REPORTED = {
@@ -177,7 +180,6 @@ class Evaluation:
     """
 
     def __init__(self, args):
-        self.given, self.overrides = args.name, args.overrides
         self.name, recipe = configs.read_config(args.name)
         self.benchmark = self.name.partition("/")[0]
         self.config = configs.with_overrides(recipe, args.overrides)
@@ -242,7 +244,7 @@ class Evaluation:
     def score(self, split, settings):
         """Return ``{name: {"score", "tool"}}`` of a split."""
         overrides = [f"{key}={value}" for key, value in settings.items() if key != "average"]
-        cfg = composed(self.given, [*self.overrides, *overrides])
+        cfg = composed(configs.with_overrides(self.config, overrides))
         cfg.task.data = str(self.data)
         cfg.common_eval.path = str(self.model(settings["average"]))
         cfg.common.cpu = self.on_cpu
@@ -299,22 +301,18 @@ class Evaluation:
         return {"perplexity": {"score": 2**loss, "tool": tool}}
 
 
-def composed(given, overrides):
-    """Return the config with every option of fairseq in it, as fairseq-hydra-train has it."""
-    from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
-
-    from fairseq.dataclass import initialize
-
-    path = configs.find_config(given)[1]
-    initialize.hydra_init(path.stem)
-    try:
-        with initialize_config_dir(str(path.parent), version_base="1.1"):
-            cfg = compose(path.stem, configs.hydra_words(overrides))
-    except HydraException as error:
-        raise BadInput(f"overrides: {str(error).partition(chr(10))[0]}") from None
-    initialize.add_defaults(cfg)
+def composed(config):
+    """Return `config` with every option of fairseq in it, as fairseq-hydra-train has it."""
+    known = [group for group in config if group != "hydra"]
+    cfg = OmegaConf.merge(FairseqConfig, OmegaConf.masked_copy(config, known))
+    add_defaults(cfg)
     return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
+
+
+def updates_of(checkpoint):
+    """Return how many updates a checkpoint file has had, or None if it does not say."""
+    history = read_checkpoint(checkpoint, mmap=True).get("optimizer_history") or [{}]
+    return history[-1].get("num_updates")
 
 
 def candidates_of(evaluation):
@@ -368,7 +366,13 @@ def evaluate(args):
     if args.results:
         configs.read_results(args.results)
     candidates = candidates_of(evaluation) if args.tune else {}
-    evaluation.output.mkdir(parents=True, exist_ok=True)
+    with closing(Folder(evaluation.output, "evaluation", (), "--output")) as folder:
+        folder.acquire()  # there is one file for means, and one for hypotheses
+        return choose_and_score(evaluation, candidates, args)
+
+
+def choose_and_score(evaluation, candidates, args):
+    """Return the result of the best settings of the `candidates`, and write it."""
     written = evaluation.output / "scores.json"
     written.unlink(missing_ok=True)
     settings = {"average": evaluation.average}
@@ -378,7 +382,10 @@ def evaluate(args):
         evaluation.changed.pop("average", None)
     scores = evaluation.score(args.split, settings)
     paths = evaluation.paths(settings["average"])
-    history = read_checkpoint(paths[-1], mmap=True).get("optimizer_history") or [{}]
+    last = evaluation.checkpoints / "checkpoint_last.pt"  # of a folder
+    made, most = last.exists() and updates_of(last), "optimization.max_update"
+    if made and made < (OmegaConf.select(evaluation.config, most) or 0):  # it is not at its end
+        evaluation.changed[most] = made
     generation = evaluation.config.get("generation") or {}
     result = {
         "name": evaluation.name,
@@ -386,7 +393,7 @@ def evaluate(args):
         "split": args.split,
         "lines": evaluation.prepared["lines"][args.split],
         "checkpoints": [path.name for path in paths],
-        "updates": history[-1].get("num_updates"),
+        "updates": updates_of(paths[-1]),
         "settings": {f"generation.{key}": value for key, value in generation.items()} | settings,
         "tuned": args.tune,
         "changed": evaluation.changed,

@@ -12,8 +12,11 @@ from omegaconf import OmegaConf
 from pipeline.common import command
 from pipeline.common.command import BadInput, check_path
 from pipeline.common.files import write_whole
+from pipeline.common.folder import Folder
 from pipeline.common.paths import PROGRAMS
 from pipeline.recipes import config as configs
+
+STEPS = "optimization.update_freq"  # over which gradients are accumulated
 
 # What may change when a run goes on.
 MAY_CHANGE = configs.HARMLESS | {
@@ -21,7 +24,7 @@ MAY_CHANGE = configs.HARMLESS | {
     "checkpoint.keep_last_epochs",
     "optimization.max_epoch",
     "optimization.max_update",
-    "optimization.update_freq",
+    STEPS,
 }
 
 
@@ -41,7 +44,9 @@ def parse(arguments):
     add("--restarts", type=command.at_least(0), default=0, metavar="N",
         help="go on when a process dies, up to N times (default: 0)")  # fmt: skip
     add("--dry-run", action="store_true", help="print the command and stop")
-    return parser.parse_intermixed_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
+    args.given = {text.lstrip("+").partition("=")[0]: text for text in args.overrides}
+    return args
 
 
 def check_folder(save_dir, trained):
@@ -63,16 +68,6 @@ def check_folder(save_dir, trained):
         raise BadInput(f"--save-dir: expected a folder of scripts/train.sh, {got}")
 
 
-def key_of(override):
-    """Return the key that an override sets."""
-    return override.lstrip("+").partition("=")[0]
-
-
-def sets_steps(args):
-    """Return whether the caller says over how many steps gradients are accumulated."""
-    return "optimization.update_freq" in map(key_of, args.overrides)
-
-
 def choose_devices(args, recipe, config):
     """Return ``(on_cpu, processes on this node)``; by default the most that share the batch.
 
@@ -89,7 +84,7 @@ def choose_devices(args, recipe, config):
     if args.devices and args.devices > found:
         wanted = f"at most the {found} GPUs of this machine, got {args.devices}"
         raise BadInput(f"--devices: expected {wanted}; --cpu uses processes instead")
-    if args.devices or found == 0 or sets_steps(args):
+    if args.devices or found == 0 or STEPS in args.given:
         return found == 0, args.devices or max(1, found)
     sharing = [n for n in range(1, found + 1) if steps_of(recipe, config, n * args.nodes)]
     return False, max(sharing, default=found)
@@ -122,7 +117,7 @@ def steps_of(recipe, config, processes):
 
 def other_batch(args, recipe, config, processes):
     """Return ``{"batch_tokens": N}`` of what a caller sets, unless it is the recipe's batch."""
-    if not sets_steps(args) or not OmegaConf.select(recipe, "dataset.max_tokens"):
+    if STEPS not in args.given or not OmegaConf.select(recipe, "dataset.max_tokens"):
         return {}
     tokens = OmegaConf.select(config, "dataset.max_tokens") or 0
     batch = tokens * (config.optimization.update_freq or [1])[0] * processes
@@ -135,7 +130,9 @@ def precision_of(args, on_cpu):
     if on_cpu and precision == "fp16":
         raise BadInput("--precision: expected fp32 or bf16 on the CPU, got fp16")
     halves = {f"common.{half}": precision == half for half in ("fp16", "bf16")} if precision else {}
-    return {key: half for key, half in halves.items() if key not in map(key_of, args.overrides)}
+    if args.precision and (both := halves.keys() & args.given.keys()):
+        raise BadInput(f"--precision: expected none beside {args.given[both.pop()]}, got both")
+    return {key: half for key, half in halves.items() if key not in args.given}
 
 
 def torchrun(args, name, save_dir, devices):
@@ -158,7 +155,7 @@ def plan(args, has_data=True):
     name, recipe = configs.read_config(args.name)
     config = configs.with_overrides(recipe, args.overrides)
     if args.overrides or not args.dry_run:
-        configs.check_options(config)
+        configs.check_options(config, configs.find_config(args.name)[1].stem)
     on_cpu, devices = choose_devices(args, recipe, config)
     if args.nodes > 1 and not args.rendezvous:
         raise BadInput("--rendezvous: expected HOST[:PORT] with --nodes, got none")
@@ -187,7 +184,7 @@ def plan(args, has_data=True):
         "hydra.run.dir": save_dir,
         "distributed_training.distributed_world_size": processes,
     }
-    if not sets_steps(args):
+    if STEPS not in args.given:
         steps = steps_of(recipe, config, processes)
         if not steps:
             fit = [str(n) for n in range(1, 65) if steps_of(recipe, config, n)]
@@ -196,7 +193,7 @@ def plan(args, has_data=True):
                 f"in steps of {most_tokens(config):,} ({', '.join(fit)}), got {processes}; "
                 "dataset.max_tokens=N sets other steps, optimization.update_freq=[N] another batch"
             )
-        options["optimization.update_freq"] = [steps]
+        options[STEPS] = [steps]
     options |= {key: str(half).lower() for key, half in halves.items()}
     if on_cpu:
         options["common.cpu"] = "true"
@@ -215,7 +212,7 @@ def plan(args, has_data=True):
     settings = [f"{key}={value}" for key, value in options.items()]
     # Paths stand among the settings: Hydra runs fairseq in the folder of the run.
     paths = ("common.user_dir", "task.data", "checkpoint.save_dir")
-    given = [override for override in args.overrides if key_of(override) not in paths]
+    given = [override for key, override in args.given.items() if key not in paths]
     words += configs.hydra_words([*settings, *given])
 
     environment = {"PYTHONWARNINGS": "ignore"}  # fairseq calls much that PyTorch has deprecated
@@ -238,6 +235,10 @@ def main(arguments=None):
         print(re.sub(r" (?='?\+\+)", r" \\\n    ", " ".join(shown)), flush=True)
         if args.dry_run:
             return
+        if args.nodes == 1:  # for as long as fairseq runs, which inherits the lock
+            folder = Folder(save_dir, "training", (), "--save-dir")
+            folder.acquire("train.lock")
+            os.set_inheritable(folder.lock.fileno(), True)
         write_whole(save_dir / "trained.yaml", OmegaConf.to_yaml(trained))
         os.execve(words[0], words, {**os.environ, **environment})
 
