@@ -21,4 +21,4 @@ fi
 ruff check .
 ruff format --check .
 shellcheck scripts/*.sh .ci/run
-python -m pytest -n 2 --dist loadfile "$@"
+python -m pytest -n 3 --dist loadfile "$@" # on two cores, since tests also wait
