@@ -204,8 +204,11 @@ EXPRESSION += (ast.UAdd, ast.USub, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Di
 
 
 def _size(node):
-    """Return a bound of how large the value of an expression is, in parts of its source."""
-    parts = max(1, sum(map(_size, ast.iter_child_nodes(node))))
+    """Return how many numbers, characters and the like an expression's value has at most."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes)):
+        return max(1, len(node.value))
+    children = ast.iter_child_nodes(node)
+    parts = max(1, sum(_size(child) for child in children if isinstance(child, ast.expr)))
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         sides = (getattr(side, "value", None) for side in (node.left, node.right))
         times = [abs(side) for side in sides if isinstance(side, (int, float))]

@@ -102,11 +102,12 @@ def check_learned_positions(original, self, input, incremental_state=None, posit
     """Raise ValueError that names the flags for more tokens than learned positions.
 
     Tokens are only counted where there are more columns than positions; a step of decoding takes
-    the position of its column. ``forward`` stays as it is, since TorchScript compiles it. Without
+    the position of its column. Nothing is checked while a model is compiled or traced, which must
+    hold for other lengths too. ``forward`` stays as it is, since TorchScript compiles it. Without
     it: ``IndexError: index out of range in self``, or on a GPU a failed assertion of the device
     that ends the process.
     """
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # for other lengths too
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     if positions is None and not traced and (longest := input.shape[1]) > self.max_positions:
         if incremental_state is None:
             longest = int(input.ne(self.padding_idx).sum(dim=1).max())

@@ -35,7 +35,7 @@ def _jit(function):
 
 
 def _unless_it_fails(cache, method):
-    """Return a method of Numba's `cache` that warns, empties it and returns None on an error."""
+    """Return a method of a function's `cache`: where it fails, it warns and empties the cache."""
 
     @functools.wraps(method)
     def call(*args):

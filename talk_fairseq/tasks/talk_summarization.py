@@ -27,7 +27,7 @@ from talk_fairseq.rouge import KINDS, rouge_sums
 
 logger = logging.getLogger(__name__)
 
-OF_COMMANDS = {  # options of generation that its commands read, and validation does not
+OF_COMMANDS = {  # options that change what fairseq's commands generate, and not validation
     *("constraints", "lm_path", "lm_weight", "prefix_size", "replace_unk", "retain_dropout"),
     *("retain_dropout_modules", "sacrebleu", "score_reference"),
 }
@@ -148,8 +148,8 @@ class TaLKSummarizationTask(TranslationTask):
 def generation_options(text):
     """Return the dictionary of ``eval_rouge_args``.
 
-    Raises ValueError unless it is JSON and has only options of fairseq's group `generation` that
-    count in validation, with values of their types.
+    Raises ValueError unless it is JSON and has only options of fairseq's group `generation`, with
+    values of their types, and none that would change what a command generates, but not validation.
     """
     try:
         options = json.loads(text)

@@ -461,8 +461,14 @@ def test_a_training_that_is_not_at_its_end_is_not_the_recipe(
     monkeypatch.setattr(evaluate.Evaluation, "score", lambda *_: {})
     arguments = [EN_DE, folder_of_a_run, "--data", verses, "--average", 3]
     assert "optimization.max_update" not in run(capfd, *arguments)[1]["changed"]
-    shutil.copy(folder_of_a_run / "checkpoint3.pt", folder_of_a_run / "checkpoint_last.pt")
+    last = folder_of_a_run / "checkpoint_last.pt"
+    shutil.copy(folder_of_a_run / "checkpoint3.pt", last)
     assert run(capfd, *arguments)[1]["changed"]["optimization.max_update"] == 24
+    state = torch.load(last, weights_only=True)
+    end = config.read_config(EN_DE)[1].optimization.max_update
+    state["optimizer_history"][-1]["num_updates"] = end
+    torch.save(state, last)
+    assert "optimization.max_update" not in run(capfd, *arguments)[1]["changed"]
 
 
 def test_one_evaluation_at_a_time(capfd, verses, folder_of_a_run):

@@ -1,15 +1,18 @@
 """scripts/quickstart.sh from end to end on a few verses, and what it refuses."""
 
 import fcntl
+import json
 import re
 import signal
 import subprocess
 import time
+from contextlib import closing
 
 import pytest
 from quickstart_runs import TEST_VERSES, QuickStart, kill_group, write_verses
 
 from conftest import ROOT
+from pipeline.common.folder import Folder
 from pipeline.common.systems import read_systems
 from pipeline.data.benchmarks import SPLITS
 from pipeline.quickstart import language_model, translation
@@ -156,6 +159,17 @@ def test_a_folder_of_another_command_is_left_alone(refusal, tmp_path):
     message = refusal("--out", tmp_path, "--restart")
     assert "holds a comparison; choose another folder" in message
     assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("damaged", ['{"a"', "[1]"])
+def test_a_restart_replaces_damaged_settings(tmp_path, damaged):
+    folder = Folder(tmp_path, "quick start", ())
+    folder.settings.write_text(damaged)
+    with pytest.raises((TypeError, ValueError)), closing(folder):
+        folder.open({"a": 1})
+    with closing(folder):
+        folder.open({"a": 1}, restart=True)
+    assert json.loads(folder.settings.read_text()) == {"kind": "quick start", "a": 1}
 
 
 def test_a_training_by_the_clock_has_two_legs(verses, tmp_path, monkeypatch):

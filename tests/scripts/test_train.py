@@ -1,6 +1,8 @@
 """scripts/train.sh: what it runs, what it refuses, and small runs; one of scripts/ablation.sh."""
 
+import errno
 import gzip
+import itertools
 import json
 import os
 import re
@@ -12,11 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from conftest import ROOT, fairseq
 
 pytest.importorskip("fairseq")
+from pipeline.common import folder as folders
 from pipeline.common.command import BadInput
 from pipeline.recipes import config, evaluate, train
 
@@ -251,6 +255,7 @@ def test_training_and_evaluation_take_the_same_overrides(override, value):
     composed = evaluate.composed(config.with_overrides(recipe, [override]))
     assert OmegaConf.select(composed, key) == value
     (word,) = config.hydra_words([override])
+    assert OverridesParser.create().parse_override(word).value() == value
     assert (
         planned("iwslt14_de_en/talkconv", "--devices", "1", override).words[key]
         == (word.partition("=")[2])
@@ -267,7 +272,8 @@ def test_mistakes(folder, tmp_path, monkeypatch):
     assert "got 'xyz'" in refused("xyz")
     assert "at most the 2 GPUs" in refused(name, "--devices", "3", dry_run=False)
     assert "GROUP.KEY=VALUE, got 'dropout=0'" in refused(name, "dropout=0")
-    assert "overrides: expected YAML after =, got" in refused(name, "task.data=[x]/y")
+    for broken in ("[x]/y", "${x"):
+        assert "overrides: expected YAML after =, got" in refused(name, f"task.data={broken}")
     assert "on the CPU, got fp16" in refused(name, "--cpu", "--precision", "fp16")
     both = refused(name, "--cpu", "--precision", "bf16", "common.fp16=true")
     assert "--precision: expected none beside common.fp16=true, got both" in both
@@ -308,7 +314,7 @@ def test_options_that_fairseq_does_not_know_or_take(name, override, message):
     assert message in refused(name, "--cpu", override)
 
 
-@pytest.mark.parametrize("value", ["no", "010", "~", "{a:1}", "1:30"])
+@pytest.mark.parametrize("value", ["no", "010", "~", "{a:1}", "{1: 2}", "1:30"])
 def test_values_that_hydra_reads_otherwise_than_yaml(value):
     """Training reads them with the one, the record of a run with the other."""
     message = refused(TALK, "--cpu", f"model.encoder_glu={value}")
@@ -316,12 +322,16 @@ def test_values_that_hydra_reads_otherwise_than_yaml(value):
 
 
 @pytest.mark.parametrize(
-    "value", ["5e-4", "1_000", "null", "True", "[1,2]", "'0,2'", '"5"', "a/b c", "${common.seed}"]
-)
-def test_values_that_both_read_alike(value):
-    config.with_overrides(OmegaConf.create(), [f"model.encoder_glu={value}", "common.seed=1"])
-    last = config.with_overrides(OmegaConf.create(), ["common.seed=1", "common.seed=2"])
-    assert last.common.seed == 2
+    "text, value",
+    [
+        ("5e-4", 5e-4), ("1_000", 1000), ("null", None), ("True", True), ("[1,2]", [1, 2]),
+        ("'0,2'", "0,2"), ('"5"', "5"), ("a/b c", "a/b c"), ("${common.seed}", 7),
+    ],
+)  # fmt: skip
+def test_values_that_both_read_alike(text, value):
+    overrides = [f"model.x={text}", "common.seed=3", "++common.seed=7"]
+    read = config.with_overrides(OmegaConf.create(), overrides)
+    assert read.model.x == value and read.common.seed == 7
 
 
 def test_a_file_that_has_the_name_of_a_group(folder, tmp_path):
@@ -456,7 +466,9 @@ def test_a_folder_of_another_config(folder, tmp_path, monkeypatch):
 
 def test_one_training_at_a_time(folder, tmp_path, monkeypatch, capsys):
     """What fairseq inherits keeps the folder locked for as long as it runs."""
-    kept = []
+    kept, clock = [], itertools.count()
+    monkeypatch.setattr(folders.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(folders.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(train.os, "execve", lambda *_: kept.append(inherited()))
 
     def inherited():
@@ -468,7 +480,15 @@ def test_one_training_at_a_time(folder, tmp_path, monkeypatch, capsys):
     arguments = [TALK, "--cpu", "--data", str(folder), "--save-dir", str(tmp_path / "run")]
     assert [train.main(arguments) for _ in range(2)] == [0, 2]
     assert "--save-dir: another training" in capsys.readouterr().err
+    # A process that outlives a killed training ends while the next one waits.
+    monkeypatch.setattr(folders.time, "sleep", lambda seconds: kept and os.close(kept.pop()))
+    assert train.main(arguments) == 0
     os.close(kept.pop())
+
+    def no_locks(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(folders.fcntl, "flock", no_locks)  # of such a file system
     assert train.main(arguments) == 0
     os.close(kept.pop())
 

@@ -1,6 +1,8 @@
 """A folder that one run at a time works in, step by step, each step done once."""
 
+import errno
 import fcntl
+import time
 from collections.abc import Mapping
 
 from pipeline.common.command import BadInput, check_path
@@ -51,7 +53,12 @@ class Folder:
         """
         self.check()
         self.acquire()
-        there = read_json(self.settings, {})
+        try:
+            there = dict(read_json(self.settings, {}))
+        except (TypeError, ValueError):  # it is damaged
+            if not restart:
+                raise
+            there = {}
         if (kind := there.get("kind", self.what)) != self.what:
             held = f"a {kind}; choose another folder"
             raise BadInput(f"{self.option}: {self.path} holds {held}")
@@ -75,16 +82,28 @@ class Folder:
         if settings != there:
             write_json(self.settings, settings)
 
-    def acquire(self, name="lock"):
-        """Make and lock the folder, to be closed. Raises BadInput if another run holds the lock."""
+    def acquire(self, name="lock", wait=0):
+        """Make and lock the folder, to be closed; a file system without locks goes without one.
+
+        Raises BadInput if another run holds the lock, also after `wait` seconds.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
-        self.lock = open(self.path / name, "a")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            who = f"another {self.what}, or a command of one that was killed"
-            hint = f"is running in {self.path}; wait for it or choose another folder"
-            raise BadInput(f"{self.option}: {who}, {hint}") from None
+        self.lock, end = open(self.path / name, "a"), time.monotonic() + wait
+        while True:
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    break
+                time.sleep(0.2)
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                    raise
+                return
+        who = f"another {self.what}, or a command of one that was killed"
+        hint = f"is running in {self.path}; wait for it or choose another folder"
+        raise BadInput(f"{self.option}: {who}, {hint}")
 
     def close(self):
         """Let go of the lock."""
@@ -115,7 +134,7 @@ def flat(nested, prefix=""):
         if isinstance(value, Mapping):
             found |= flat(value, f"{prefix}{key}.")
         else:
-            found[prefix + key] = value
+            found[f"{prefix}{key}"] = value
     return found
 
 

@@ -122,19 +122,21 @@ def with_overrides(config, overrides):
         if not re.match(r"\+{0,2}\w+\.[\w.]+=", override):
             raise BadInput(f"overrides: expected GROUP.KEY=VALUE, got {override!r}")
     try:
-        given = OmegaConf.from_dotlist([override.lstrip("+") for override in overrides])
-    except yaml.YAMLError:
+        given = [OmegaConf.from_dotlist([override.lstrip("+")]) for override in overrides]
+    except (yaml.YAMLError, OmegaConfBaseException):
         raise BadInput(f"overrides: expected YAML after =, got {' '.join(overrides)}") from None
     try:
         words = OverridesParser.create().parse_overrides(hydra_words(overrides))
     except HydraException as error:
         raise BadInput(f"overrides: {str(error).partition(chr(10))[0]}") from None
-    of_yaml = flat(OmegaConf.to_container(given))
-    for key, value in flat({word.key_or_group: word.value() for word in words}).items():
-        if value != of_yaml.get(key):
-            got = f"got {of_yaml.get(key)!r} and {value!r}"
-            raise BadInput(f"{key}: expected a value that YAML and Hydra read alike, {got}")
-    return OmegaConf.merge(config, given)
+    for config_of_one, word in zip(given, words):
+        of_yaml = flat(OmegaConf.to_container(config_of_one))
+        of_hydra = flat({word.key_or_group: word.value()})
+        if of_yaml != of_hydra:
+            got = f"got {[*of_yaml.values()]} and {[*of_hydra.values()]}"
+            expected = f"{word.key_or_group}: expected a value that YAML and Hydra read alike"
+            raise BadInput(f"{expected}, {got}")
+    return OmegaConf.merge(config, *given)
 
 
 def groups_of(config):

@@ -200,6 +200,10 @@ class Evaluation:
         folder = self.checkpoints if self.is_run else self.checkpoints.parent
         self.output = Path(args.output).absolute() if args.output else folder / "evaluation"
         self.changed = other_settings(self.name, recipe, self.config, folder)
+        last, most = self.checkpoints / "checkpoint_last.pt", "optimization.max_update"
+        made = updates_of(last) if last.exists() else None
+        if made and made < (OmegaConf.select(self.config, most) or 0):  # it is not at its end
+            self.changed[most] = made
         kept, self.pattern = recipe_average(self.config)
         self.average = args.average or (kept if self.is_run else 1)
         # A file may be the recipe's mean, unless it has a name that training gives.
@@ -382,10 +386,6 @@ def choose_and_score(evaluation, candidates, args):
         evaluation.changed.pop("average", None)
     scores = evaluation.score(args.split, settings)
     paths = evaluation.paths(settings["average"])
-    last = evaluation.checkpoints / "checkpoint_last.pt"  # of a folder
-    made, most = last.exists() and updates_of(last), "optimization.max_update"
-    if made and made < (OmegaConf.select(evaluation.config, most) or 0):  # it is not at its end
-        evaluation.changed[most] = made
     generation = evaluation.config.get("generation") or {}
     result = {
         "name": evaluation.name,

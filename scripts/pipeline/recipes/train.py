@@ -45,8 +45,13 @@ def parse(arguments):
         help="go on when a process dies, up to N times (default: 0)")  # fmt: skip
     add("--dry-run", action="store_true", help="print the command and stop")
     args = parser.parse_intermixed_args(arguments)
-    args.given = {text.lstrip("+").partition("=")[0]: text for text in args.overrides}
+    args.given = {key_of(override): override for override in args.overrides}
     return args
+
+
+def key_of(override):
+    """Return the key that an override sets."""
+    return override.lstrip("+").partition("=")[0]
 
 
 def check_folder(save_dir, trained):
@@ -212,7 +217,7 @@ def plan(args, has_data=True):
     settings = [f"{key}={value}" for key, value in options.items()]
     # Paths stand among the settings: Hydra runs fairseq in the folder of the run.
     paths = ("common.user_dir", "task.data", "checkpoint.save_dir")
-    given = [override for key, override in args.given.items() if key not in paths]
+    given = [override for override in args.overrides if key_of(override) not in paths]
     words += configs.hydra_words([*settings, *given])
 
     environment = {"PYTHONWARNINGS": "ignore"}  # fairseq calls much that PyTorch has deprecated
@@ -235,9 +240,9 @@ def main(arguments=None):
         print(re.sub(r" (?='?\+\+)", r" \\\n    ", " ".join(shown)), flush=True)
         if args.dry_run:
             return
-        if args.nodes == 1:  # for as long as fairseq runs, which inherits the lock
+        if args.nodes == 1:  # locked until fairseq ends, or torchrun, which hands no lock on
             folder = Folder(save_dir, "training", (), "--save-dir")
-            folder.acquire("train.lock")
+            folder.acquire("train.lock", wait=10)  # what loads data ends 5 s after a kill
             os.set_inheritable(folder.lock.fileno(), True)
         write_whole(save_dir / "trained.yaml", OmegaConf.to_yaml(trained))
         os.execve(words[0], words, {**os.environ, **environment})
