@@ -21,4 +21,5 @@ fi
 ruff check .
 ruff format --check .
 shellcheck scripts/*.sh .ci/run
-python -m pytest -n 3 --dist loadfile "$@" # on two cores, since tests also wait
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # two processes share the cores
+python -m pytest -n 2 --dist loadfile "$@"

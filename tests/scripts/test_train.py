@@ -314,26 +314,6 @@ def test_options_that_fairseq_does_not_know_or_take(name, override, message):
     assert message in refused(name, "--cpu", override)
 
 
-@pytest.mark.parametrize("value", ["no", "010", "~", "{a:1}", "{1: 2}", "1:30"])
-def test_values_that_hydra_reads_otherwise_than_yaml(value):
-    """Training reads them with the one, the record of a run with the other."""
-    message = refused(TALK, "--cpu", f"model.encoder_glu={value}")
-    assert "expected a value that YAML and Hydra read alike, got " in message
-
-
-@pytest.mark.parametrize(
-    "text, value",
-    [
-        ("5e-4", 5e-4), ("1_000", 1000), ("null", None), ("True", True), ("[1,2]", [1, 2]),
-        ("'0,2'", "0,2"), ('"5"', "5"), ("a/b c", "a/b c"), ("${common.seed}", 7),
-    ],
-)  # fmt: skip
-def test_values_that_both_read_alike(text, value):
-    overrides = [f"model.x={text}", "common.seed=3", "++common.seed=7"]
-    read = config.with_overrides(OmegaConf.create(), overrides)
-    assert read.model.x == value and read.common.seed == 7
-
-
 def test_a_file_that_has_the_name_of_a_group(folder, tmp_path):
     """Hydra would take what fairseq stores by that name for it."""
     shutil.copy(ROOT / f"configs/{TALK}.yaml", tmp_path / "model.yaml")
