@@ -19,7 +19,8 @@ def test_values_that_hydra_reads_otherwise_than_yaml(text):
     "text, value",
     [
         ("5e-4", 5e-4), ("1_000", 1000), ("null", None), ("True", True), ("[1,2]", [1, 2]),
-        ("'0,2'", "0,2"), ('"5"', "5"), ("a/b c", "a/b c"), ("${common.seed}", 7), ("{1: 2}", {1: 2}),
+        ("'0,2'", "0,2"), ('"5"', "5"), ("a/b c", "a/b c"), ("${common.seed}", 7),
+        ("{1: 2}", {1: 2}),
     ],
 )  # fmt: skip
 def test_values_that_both_read_alike(text, value):
