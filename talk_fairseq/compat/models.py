@@ -147,9 +147,8 @@ def end_commands_in_one_line(original, *args, **kwargs):
         return original(*args, **kwargs)
     except (ValueError, OSError) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        builders = ("task", "model", "criterion", "generator", "optimizer")
-        names = {"setup_task", *(f"build_{name}" for name in builders)}
-        building = any(frame.name in names for frame in frames)
+        builders = {f"build_{name}" for name in ("model", "criterion", "generator", "optimizer")}
+        building = any(frame.name in {"setup_task", *builders} for frame in frames)
         compat = Path(__file__).parent
         refused = Path(frames[-1].filename).is_relative_to(compat.parent if building else compat)
         callers = {frame.name for frame in traceback.extract_stack()}

@@ -113,6 +113,7 @@ class CorpusFolder(Folder):
     Attributes:
         corpus: the folder that `prepare` writes.
         binarised: what fairseq-preprocess makes of it.
+        sides: the flags that name its languages to fairseq.
         facts: what the settings of the run say of the corpus.
 
     Raises BadInput for a folder or a corpus that cannot be used. Makes nothing.
@@ -126,17 +127,17 @@ class CorpusFolder(Folder):
         except (OSError, ValueError) as error:
             raise BadInput(error) from None
         self.data, self.languages = data, languages
+        self.sides = dict(zip(("source-lang", "target-lang"), languages))
         self.corpus, self.binarised = path / "corpus", path / "binarised"
         sha256 = hashlib.sha256(text.encode()).hexdigest()
         self.facts = {"data": str(data), "sha256": sha256, "languages": languages}
 
     def preparation(self, vocabulary, cut_source=None):
         """Return ``(title, path, words)`` of each command, which writes the path."""
-        sides = dict(zip(("source-lang", "target-lang"), self.languages))
-        cutting = words({**sides, "vocabulary": vocabulary, "cut-source": cut_source})
+        cutting = words({**self.sides, "vocabulary": vocabulary, "cut-source": cut_source})
         cut = ["python", "scripts/prepare_corpus.py", "--data", self.data, *cutting]
-        kind, end = {**sides, "joined-dictionary": True}, ""
-        if len(sides) == 1:
+        kind, end = {**self.sides, "joined-dictionary": True}, ""
+        if len(self.sides) == 1:
             kind, end = {"only-source": True}, f".{self.languages[0]}"
         prefixes = {f"{split}pref": self.corpus / "pieces" / f"{split}{end}" for split in SPLITS}
         binarise = ["fairseq-preprocess", *words({**kind, "workers": 2, **prefixes})]

@@ -23,9 +23,8 @@ def learn(args):
     """Prepare, train, average, translate and score, but for what an earlier run has done."""
     languages = [args.source_lang, args.target_lang]
     session = Session(args, languages, NAME)
-    # fairseq's guess, by the names of files, fails on a name such as pt-BR.
-    named = {"source-lang": args.source_lang, "target-lang": args.target_lang}
-    training = session.training(named)
+    sides = session.folder.sides  # which fairseq's guess by the names of files misses for pt-BR
+    training = session.training(sides)
     session.open(training=training)
     out = session.out
 
@@ -41,7 +40,7 @@ def learn(args):
     # The test set, which nothing above has learnt from.
     translated = out / "translations"
     session.once("translating the test set", translated, [
-        "fairseq-generate", session.binarised, "--user-dir", "talk_fairseq", *words(named),
+        "fairseq-generate", session.binarised, "--user-dir", "talk_fairseq", *words(sides),
         *session.on_device, "--path", averaged, "--gen-subset", "test",
         "--remove-bpe", "sentencepiece", "--beam", 5, "--lenpen", 1, "--max-tokens", 4000,
         "--log-interval", 1, "--results-path", translated,

@@ -158,9 +158,10 @@ def torchrun(args, name, save_dir, devices):
 def plan(args, has_data=True):
     """Return ``(command, environment, folder, record)``. Without `has_data`, there is none yet."""
     name, recipe = configs.read_config(args.name)
+    path = configs.find_config(args.name)[1]
     config = configs.with_overrides(recipe, args.overrides)
     if args.overrides or not args.dry_run:
-        configs.check_options(config, configs.find_config(args.name)[1].stem)
+        configs.check_options(config, path.stem)
     on_cpu, devices = choose_devices(args, recipe, config)
     if args.nodes > 1 and not args.rendezvous:
         raise BadInput("--rendezvous: expected HOST[:PORT] with --nodes, got none")
@@ -212,13 +213,12 @@ def plan(args, has_data=True):
             }
 
     words = torchrun(args, name, save_dir, devices) if processes > 1 or args.restarts else []
-    path, program = configs.find_config(args.name)[1], PROGRAMS / "fairseq-hydra-train"
-    words += [program, "--config-dir", path.parent, "--config-name", path.stem]
+    words += [PROGRAMS / "fairseq-hydra-train", "--config-dir", path.parent]
     settings = [f"{key}={value}" for key, value in options.items()]
     # Paths stand among the settings: Hydra runs fairseq in the folder of the run.
     paths = ("common.user_dir", "task.data", "checkpoint.save_dir")
     given = [override for override in args.overrides if key_of(override) not in paths]
-    words += configs.hydra_words([*settings, *given])
+    words += ["--config-name", path.stem, *configs.hydra_words([*settings, *given])]
 
     environment = {"PYTHONWARNINGS": "ignore"}  # fairseq calls much that PyTorch has deprecated
     if on_cpu:

@@ -294,7 +294,7 @@ def test_an_average_begins_at_a_checkpoint_that_has_none(tmp_path):
     trained = averaging.model.state_dict()["decoder.layers.0.fc1.weight"]
     with torch.no_grad():
         trained.zero_()
-    averaging.load_checkpoint(path, reset_optimizer=True)
+    assert "ema" not in averaging.load_checkpoint(path, reset_optimizer=True)
     assert trained.any()
     for average in (averaging.ema.model.state_dict(), averaging.ema.fp32_params):
         assert torch.equal(average["decoder.layers.0.fc1.weight"], trained)
