@@ -162,7 +162,7 @@ _thread = threading.local()
 
 
 def _on_device(run, tensor, *arguments):
-    """``run(device, tensor, …)`` on the GPU that holds `tensor`, made current for as long."""
+    """Return ``run(gpu, tensor, …)``, with the GPU that holds `tensor` as the current device."""
     index = tensor.get_device()
     gpu = _gpu(index)
     if torch.cuda.current_device() != index:

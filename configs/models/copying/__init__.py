@@ -3,8 +3,8 @@
 With ``--align-attention`` and ``--follow-attention`` it is that of these options too. The
 hypotheses of a sentence share the encoder's keys, as they do in ``talkconv``.
 
-A user directory of fairseq, with which configs/verses/cpu_seq2seq.yaml tells what that attention
-does from what windows do.
+This is a user directory of fairseq. configs/verses/cpu_seq2seq.yaml uses it to tell what the
+attention does apart from the windows.
 """
 
 import talk_fairseq  # noqa: F401 (first, as it patches fairseq)

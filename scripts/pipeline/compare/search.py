@@ -45,9 +45,9 @@ class Search:
                 return
 
     def along(self, axis):
-        """Likewise, with each rate, or with each warm-up, beside the best of the other so far.
+        """Yield what to train next along one axis, with the best of the other axis so far.
 
-        Of those that were tried beside another one, the ones in between are tried here too.
+        Values within the range that were tried beside another value of that axis are tried too.
         """
         ends = [float(value) for value in (*self.listed[axis], getattr(self.best, axis))]
         had = [getattr(point, axis) for point in self.losses]

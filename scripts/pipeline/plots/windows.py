@@ -212,7 +212,7 @@ def reach_over_corpus(model, task, cut, corpus, targets=None):
 
 
 def reach(layers):
-    """Return what `reach_over_corpus` does for one layer, of its windows in each sentence."""
+    """Return one layer's entry of `reach_over_corpus`, from its windows in each sentence."""
     limits = {"left": layers[0].max_left, "right": layers[0].max_right}
     found = {f"max_{way}": limit for way, limit in limits.items()}
     found |= {"windows": sum(layer.left.size for layer in layers)}
