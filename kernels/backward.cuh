@@ -292,19 +292,19 @@ template <typename X> __device__ void reach(const Problem& p) {
     entries[static_cast<long long>((p.T - 1) / REACH + 1 + blockIdx.z) * heads] = rows;
 }
 
-// Does an entry of `reach` tell of such windows at a tile's rows?
+// Whether an entry of `reach` lists windows that touch a tile's rows.
 template <typename F>
 __device__ inline bool touches(const Problem& p, int head, const Tile<F>& tile, int entry) {
     const Pack<int, 2> rows = reinterpret_cast<const Pack<int, 2>*>(
         p.reach)[static_cast<long long>(entry) * (p.B * p.H) + head];
     return rows.v[0] < tile.t0 + tile.rows && rows.v[1] >= tile.t0;
 }
-// That of the span of time step t.
+// The same for the span of time step t.
 template <typename F>
 __device__ inline bool span_touches(const Problem& p, int head, const Tile<F>& tile, int t) {
     return touches(p, head, tile, (p.T - 1) / REACH + 1 + t / SPAN);
 }
-// That of the REACH time steps from t on, unless all of them are staged.
+// The same for the REACH time steps from t on; false if all of them are staged.
 template <typename F>
 __device__ inline bool reaches(const Problem& p, int head, const Tile<F>& tile, int t) {
     if (t >= tile.first && min(t + REACH, p.T) <= tile.first + tile.staged) return false;

@@ -103,7 +103,7 @@ __device__ inline void scan_segment(Pack<X, N> (&rows)[ROWS], const Prefix& loca
 }
 
 // The window of a time step in rows of prefix sums, of which it takes four, and the units between
-// its ends, from that of row lo - 1 to that before row hi + 1's. There are two ways to those units.
+// its ends, from that of row lo - 1 to that before row hi + 1's. A Table or Bases give their sum.
 //
 // A table of the sums of up to spans - 1 units from each unit on, for windows of a few units. A
 // window is kept as the places in shared memory of all that it takes.

@@ -73,7 +73,7 @@
     TALK_KERNEL(talk_rank_ends, type, Problem, 128, 1, (sort_all_ends<X, Step::RANK>(p)))          \
     TALK_KERNEL(talk_scan_chunks, type, Problem, 128, 1, (scan_chunks(p)))
 
-// The host compiles one type at a time (-DTALK_ONLY -DTALK_<type>); without, all of them are.
+// Python compiles one type at a time (-DTALK_ONLY -DTALK_<type>); without, all of them are.
 #if !defined(TALK_ONLY) || defined(TALK_float64)
 TALK_TYPE(float64, double, 2, 2, 32, 8)
 #endif

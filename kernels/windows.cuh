@@ -38,12 +38,6 @@ struct Problem {
 
 // -------------------------------------------------------------------------------------- windows
 
-// The factor from a sum of rows to out or dx.
-template <typename X>
-__device__ inline typename Types<X>::Compute scale_of_sums(const Problem& p) {
-    return static_cast<typename Types<X>::Compute>(p.scale) / Types<X>::unit;
-}
-
 // Both passes sum rows times this weight, and multiply the sums by scale_of_weighted. The weight is
 // the scale itself, except for bfloat16, whose sums might overflow.
 template <typename X>
@@ -52,7 +46,8 @@ __device__ inline typename Types<X>::Compute weight_of_rows(const Problem& p) {
 }
 template <typename X>
 __device__ inline typename Types<X>::Compute scale_of_weighted(const Problem& p) {
-    return Types<X>::unit == 1 ? 1 : scale_of_sums<X>(p);
+    using F = typename Types<X>::Compute;
+    return Types<X>::unit == 1 ? 1 : static_cast<F>(p.scale) / Types<X>::unit;
 }
 
 template <typename F> struct Window {

@@ -44,6 +44,7 @@ def name_file_of_bad_training_state(original, self, filename, *args, **kwargs):
 
     Drops the moving average from what it returns, since nothing reads it after that.
     """
+    begin_average_at_checkpoint.wanted = self.cfg.ema.store_ema
     with naming(filename):
         extra_state = original(self, filename, *args, **kwargs)
     for name in ("ema", "ema_fp32_params"):
@@ -59,9 +60,10 @@ def name_file_without_average(original, fpath):
 
 
 def begin_average_at_checkpoint(path, **options):
-    """Read a checkpoint; where it has no moving average, its parameters are one."""
+    """Read a checkpoint; where an average is wanted and it has none, its parameters are one."""
     state = fairseq.checkpoint_utils.load_checkpoint_to_cpu(path, **options)
-    state["extra_state"].setdefault("ema", state["model"])
+    if begin_average_at_checkpoint.wanted:  # else it would be sent to other processes for nothing
+        state["extra_state"].setdefault("ema", state["model"])
     return state
 
 

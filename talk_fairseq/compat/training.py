@@ -34,7 +34,7 @@ class NanDetector(fairseq.nan_detector.NanDetector):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda gradient: self.bhook_fn(module, (), gradient))
 
-            fairseq.utils.apply_to_sample(tensor_hook, output)
+            fairseq.utils.apply_to_sample(tensor_hook, [output])  # which refuses a scalar alone
 
         self.fhooks += [module.register_forward_hook(hook) for hook in (self.fhook_fn, watch)]
 

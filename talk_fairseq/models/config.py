@@ -226,7 +226,7 @@ def cutoff_list(name, cutoff, dim, factor, words):
             f"at most the {words} words of the dictionary, got {cutoff!r}"
         )
     bands = len(given) + (given[-1] < words)
-    if dim // factor ** (bands - 1) < 1:
+    if factor <= 0 or dim // factor ** (bands - 1) < 1:
         raise ValueError(
             f"{name}: expected at least one dimension for the last of {bands} bands, "
             f"got {dim} // {factor:g} ** {bands - 1}"

@@ -58,8 +58,9 @@ def upgrade(state):
 def our_options(args, parameters):
     """Return the published options `args` as a Namespace of ours; other options stay.
 
-    Options that have our names already win, as ``--model-overrides`` gives them. `parameters` are
-    those of the checkpoint. Raises ValueError for kernel sizes that are no list.
+    Windows and a dropout of offsets that have our names already, as ``--model-overrides`` gives
+    them, win. What the `parameters` of the checkpoint show, or the published code fixes, is always
+    set. Raises ValueError for kernel sizes that are no list.
     """
     options = dict(vars(args))
     arch = options["arch"]

@@ -17,11 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
+from talk_fairseq.ops.state import compute_dtype
+
 # A result of at least this many bytes is put on huge pages.
 _LARGE = 4 << 20
 # For fewer elements, starting threads costs more than it saves.
 _SERIAL = 1 << 15
-# The same number of elements in decoding, where an element takes about a nanosecond.
+# Likewise in decoding, where an element takes about a nanosecond.
 _SERIAL_STEPS = 1 << 17
 # Time steps of a task, unless windows are large.
 _CHUNK = 1024
@@ -147,7 +149,7 @@ def _fresh_like(tensor):
 
 def _arithmetic(tensor):
     """Return `tensor` in the dtype that kernels compute with: float32 for float16 and bfloat16."""
-    return tensor.float() if tensor.dtype.itemsize == 2 else tensor
+    return tensor.to(compute_dtype(tensor.dtype))
 
 
 def _array(tensor):

@@ -15,8 +15,10 @@ from talk_fairseq.ops.kernel_source import compile_options, source, struct_of
 
 try:
     import cupy
-except ImportError:  # the first launch says what to install
-    cupy = None
+
+    _why_no_cupy = None
+except ImportError as error:  # the first launch says what to install
+    cupy, _why_no_cupy = None, error
 
 _ARGUMENTS = {
     "talk_conv.cu": struct_of("talk_conv.cu", "Problem"),
@@ -169,7 +171,7 @@ def _on_device(run, tensor, *arguments):
         with torch.cuda.device(index):
             return run(gpu, tensor, *arguments)
     if not hasattr(_thread, "has_context"):
-        # Device 0 is current in a new thread, such as one of autograd's, but not its context.
+        # A new thread, such as one of autograd's, has device 0 selected but no CUDA context yet.
         cupy.cuda.runtime.setDevice(index)
         _thread.has_context = True
     return run(gpu, tensor, *arguments)
@@ -190,7 +192,7 @@ def _check_cupy():
         raise RuntimeError(
             "talk_conv on CUDA needs CuPy: run scripts/setup.sh cuda12 (or cuda13, as PyTorch was "
             "built for), or set TALK_CONV_BACKEND=reference"
-        )
+        ) from _why_no_cupy
     ours, theirs = torch.version.cuda, cupy.cuda.runtime.runtimeGetVersion() // 1000
     if ours is None or int(ours.split(".")[0]) != theirs:
         raise RuntimeError(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from talk_fairseq.ops.kernel_source import constants
+from talk_fairseq.ops.state import compute_dtype
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES}
@@ -18,11 +19,6 @@ _LANES, _ROWS, _UNIT = _CONSTANTS["LANES"], _CONSTANTS["ROWS"], _CONSTANTS["UNIT
 _REACH, _SPAN = _CONSTANTS["REACH"], _CONSTANTS["SPAN"]
 _DOTS = _CONSTANTS["DOTS"]
 _MAX_THREADS, _BACKWARD_THREADS = _CONSTANTS["MAX_THREADS"], _CONSTANTS["BACKWARD_THREADS"]
-
-# Channels that a thread of a `wide` kernel moves at a time: in a forward pass with prefix sums in
-# global memory, and in the other kernels, except the backward pass (see _backward_kernel).
-_GLOBAL_WIDTH = {"float64": 2, "float32": 4, "float16": 8, "bfloat16": 8}
-_WIDTH = {"float64": 2, "float32": 4, "float16": 4, "bfloat16": 4}
 
 _TILE = 256  # rows of a forward tile where prefix sums are in global memory
 _STAGED = 320  # rows of a forward tile with its halo; a multiprocessor holds three such blocks
@@ -45,8 +41,8 @@ def plan_forward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right,
     """Plan the forward pass, for blocks with up to `shared_memory` bytes."""
     name, heads, R = NAMES[dtype], B * H, C // H
     numbers = _numbers(T, B, C, H, max_left, max_right, float32_offsets)
-    kernel, width = _kernel(_WIDTH, name, R, aligned)
-    number = 8 if name == "float64" else 4  # bytes of what is computed in
+    number = compute_dtype(dtype).itemsize
+    kernel, width = _kernel(dtype, compute_dtype(dtype), R, aligned)
     pack, window = _LANES * width * number, 8 + 2 * number
     before, after = _halo(max_left), _halo(max_right)
     spans = (before + after) // _UNIT + 2  # units that a window within the halo touches, at most
@@ -75,7 +71,7 @@ def plan_forward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right,
         "sums": (units * (_UNIT + 1) * B * C, torch.float64 if number == 8 else torch.float32),
         "bases": (units * B * C, torch.float64),
     }
-    kernel, width = _kernel(_GLOBAL_WIDTH, name, R, aligned)
+    kernel, width = _kernel(dtype, dtype, R, aligned)
     threads, slabs = _TILE // _ROWS * _LANES, _ceil(R, _LANES * width)
     sums = _grid(heads, slabs, _tiles(units * _UNIT, _TILE))
     tiles = _grid(heads, slabs, _tiles(T, _TILE))
@@ -93,7 +89,7 @@ def plan_backward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right
     numbers = _numbers(T, B, C, H, max_left, max_right, float32_offsets)
     if B * C * dtype.itemsize >= 2**32:
         raise ValueError(f"x: expected less than 4 GiB a time step on CUDA, got B, C = {B}, {C}")
-    number = 8 if dtype == torch.float64 else 4  # bytes of what is computed in
+    number = compute_dtype(dtype).itemsize
     kernel, width, lanes, rows, threads = _backward_kernel(dtype, R, aligned)
 
     def shared_bytes(staged, threads):
@@ -164,7 +160,7 @@ def plan_update(
     dtype, aligned, shared_memory, S, B, C, H, max_left, ring, columns, float32_offsets
 ):
     """Plan S steps of decoding."""
-    kernel, width = _kernel(_WIDTH, NAMES[dtype], C // H, aligned)
+    kernel, width = _kernel(dtype, compute_dtype(dtype), C // H, aligned)
     blocks = (_ceil(B * C // width, 128), 1, 1)
     sizes = {"ring": ring, "columns": columns} | _numbers(S, B, C, H, max_left, 0, float32_offsets)
     return Plan(sizes, {}, ((f"talk_update_{kernel}", blocks, 128, 0),))
@@ -172,7 +168,7 @@ def plan_update(
 
 def plan_short_forward(dtype, aligned, shared_memory, T, B, C, taps, left):
     """Plan the forward pass of a short convolution."""
-    kernel, width = _kernel(_WIDTH, NAMES[dtype], C, aligned)
+    kernel, width = _kernel(dtype, compute_dtype(dtype), C, aligned)
     blocks = (_ceil(_runs(T, _SHORT_FORWARD, B) * (C // width), 128), 1, 1)
     numbers = {"T": T, "B": B, "C": C, "taps": taps, "left": left, "rows": _SHORT_FORWARD}
     launches = ((f"talk_short_forward_{kernel}", blocks, 128, 0),)
@@ -181,7 +177,7 @@ def plan_short_forward(dtype, aligned, shared_memory, T, B, C, taps, left):
 
 def plan_short_backward(dtype, aligned, shared_memory, T, B, C, taps, left):
     """Plan the backward pass of a short convolution: runs, and the sum over them."""
-    kernel, width = _kernel(_WIDTH, NAMES[dtype], C, aligned)
+    kernel, width = _kernel(dtype, compute_dtype(dtype), C, aligned)
     rows = min(max(_SHORT_BACKWARD, _ceil(T * B, 512)), _SHORT_MOST)  # for about 512 runs
     runs = _runs(T, rows, B)
     numbers = {"T": T, "B": B, "C": C, "taps": taps, "left": left, "rows": rows}
@@ -195,7 +191,7 @@ def plan_short_backward(dtype, aligned, shared_memory, T, B, C, taps, left):
 
 def plan_short_update(dtype, aligned, shared_memory, S, B, C, taps, columns):
     """Plan S steps of decoding of a short convolution."""
-    kernel, width = _kernel(_WIDTH, NAMES[dtype], C, aligned)
+    kernel, width = _kernel(dtype, compute_dtype(dtype), C, aligned)
     numbers = {"T": S, "B": B, "C": C, "taps": taps, "columns": columns}
     launches = ((f"talk_short_update_{kernel}", (_ceil(B * C // width, 128), 1, 1), 128, 0),)
     return Plan(numbers, {}, launches, "short_conv.cu")
@@ -208,14 +204,19 @@ def _numbers(T, B, C, H, max_left, max_right, float32_offsets):
     }  # fmt: skip
 
 
-def _kernel(widths, dtype, channels, aligned):
-    """Return the end of a kernel's name, and how many channels a thread moves at a time."""
-    wide = aligned and channels % widths[dtype] == 0
-    return (f"{dtype}_wide", widths[dtype]) if wide else (f"{dtype}_narrow", 1)
+def _kernel(dtype, moved, channels, aligned):
+    """Return the end of a kernel's name, and how many channels a thread handles: 16 bytes, or 1.
+
+    These are bytes of what is `moved`: the dtype of sums, or of `x` where it is read alone.
+    """
+    width = 16 // moved.itemsize
+    wide = aligned and channels % width == 0
+    return f"{NAMES[dtype]}_{'wide' if wide else 'narrow'}", width if wide else 1
 
 
 def _backward_kernel(dtype, R, aligned):
     """Return the end of a kernel's name; channels of a thread, lanes, rows of a thread, threads."""
+    # Lanes and rows of a `wide` kernel are those that TALK_TYPE gets in talk_conv.cu.
     name, width = NAMES[dtype], 16 // dtype.itemsize
     if not aligned or R % width:
         return f"{name}_narrow", 1, 32, 8, _BACKWARD_THREADS

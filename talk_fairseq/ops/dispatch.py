@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from talk_fairseq.ops import cpu_backend, cuda_backend
+from talk_fairseq.ops.state import compute_dtype
 
 # Whether a call is inside a transformation of torch.func: grad, vmap, jvp or one made of them.
 transforms_are_active = torch._C._are_functorch_transforms_active
@@ -16,28 +17,53 @@ transforms_are_active = torch._C._are_functorch_transforms_active
 _LIBRARY = torch.library.Library("talk_conv", "DEF")
 
 
-def backend_name(x):
-    """Return the backend's name for `x`: by its device, unless TALK_CONV_BACKEND forces one."""
+def uses_reference(x):
+    """Return whether plain PyTorch computes `x`; its device says so, or TALK_CONV_BACKEND."""
     forced = os.environ.get("TALK_CONV_BACKEND")
     if forced is None:
-        return "cpu" if x.is_cpu else "cuda" if x.is_cuda else "reference"
+        return not (x.is_cpu or x.is_cuda)
     device = x.device.type
     if forced not in ("reference", "cpu", "cuda"):
         raise ValueError(f"TALK_CONV_BACKEND: expected reference, cpu or cuda, got {forced!r}")
     if forced != "reference" and forced != device:
         fits = f"{device} or reference" if device in ("cpu", "cuda") else "reference"
         raise ValueError(f"TALK_CONV_BACKEND: expected {fits} for x on {x.device}, got {forced!r}")
-    return forced
+    return forced == "reference"
 
 
-def steps_are_plain(x, other, rows):
-    """Return whether a step of decoding is computed in plain PyTorch, whose state is a new tensor.
+def take_steps(state, x, other, reference, kernel, *sizes):
+    """Return the outputs (S, B, C) for the next steps `x` of a sequence, and advance its `state`.
+
+    They follow from `x`, an `other` input and `sizes`, by the backends' function `kernel`, which
+    writes into the state, or in plain PyTorch by `reference`, which returns outputs and new rows.
+    """
+    S, plain = len(x), _are_plain(x, other, state.rows)
+    if S > 1 or plain:
+        # Kernels take all steps of a sequence, then those of the next: a row that they share may be
+        # overwritten before both have read it. The reference knows no shared rows.
+        state.settle()
+    if plain:
+        out, state.rows = reference(x, other, state.rows, state.steps, *sizes)
+    elif x.numel() == 0:
+        out = torch.empty_like(x)
+    else:
+        if other.dtype != x.dtype:
+            other = other.to(compute_dtype(x.dtype))
+        step = getattr(backend_of(x), kernel)
+        x, other = x.contiguous(), other.contiguous()
+        out = step(x, other, state.rows, state.origin, state.steps, *sizes)
+    state.advance(S)
+    return out
+
+
+def _are_plain(x, other, rows):
+    """Return whether steps of decoding are computed in plain PyTorch, whose state is a new tensor.
 
     That is where the backend is the reference, where gradients of `x`, of the `other` input or of
     the state's `rows` are needed, and where PyTorch transforms, compiles or traces the step.
     """
     return (
-        backend_name(x) == "reference"
+        uses_reference(x)
         or is_compiling()
         or torch.jit.is_tracing()
         or transforms_are_active()

@@ -2,7 +2,7 @@
 
 import torch
 
-from talk_fairseq.ops.dispatch import backend_name, backend_of, register, steps_are_plain
+from talk_fairseq.ops.dispatch import register, take_steps, uses_reference
 from talk_fairseq.ops.state import ShortConvState, compute_dtype
 
 
@@ -26,7 +26,7 @@ def short_conv(x, weight, left):
     x, weight = _of_one_dtype(x, weight)
     if not 0 <= left < len(weight):
         raise ValueError(f"left: expected 0 to {len(weight) - 1}, got {left}")
-    function = short_conv_reference if backend_name(x) == "reference" else _short_forward
+    function = short_conv_reference if uses_reference(x) else _short_forward
     return function(x, weight, left)
 
 
@@ -54,24 +54,9 @@ def short_conv_update(x, weight, state):
     if not isinstance(state, ShortConvState):
         raise TypeError(f"state: expected a ShortConvState, got {type(state).__name__}")
     state.check(x, compute_dtype(x.dtype))
-    S, K = len(x), len(weight)
-    if len(state.rows) != K:
-        raise ValueError(f"state: expected one for {K} taps to match weight, got {len(state.rows)}")
-    plain = steps_are_plain(x, weight, state.rows)
-    if S > 1 or plain:
-        state.settle()  # see talk_conv_update_unchecked
-    rows, steps = state.rows, state.steps
-    if plain:
-        rows = torch.cat([rows.roll(-steps, 0), x])
-        out = short_conv_reference(rows, weight, K - 1)[K:].to(x.dtype)
-        state.rows = rows[S:].roll(steps + S, 0)
-    elif x.numel() == 0:
-        out = torch.empty_like(x)
-    else:
-        x, weight = x.contiguous(), weight.contiguous()
-        out = backend_of(x).short_update(x, weight, rows, state.origin, steps)
-    state.advance(S)
-    return out
+    if (found := len(state.rows)) != (K := len(weight)):
+        raise ValueError(f"state: expected one for {K} taps to match weight, got {found}")
+    return take_steps(state, x, weight, _short_conv_update_reference, "short_update")
 
 
 def _of_one_dtype(x, weight):
@@ -94,6 +79,14 @@ def short_conv_reference(x, weight, left):
     beyond = x.new_zeros(K - 1, *x.shape[1:])
     padded = torch.cat((beyond[:left], x, beyond[left:]))  # F.pad of torch 2.6 takes no empty batch
     return sum(weight[k] * padded[k : k + T] for k in range(K)).to(dtype)
+
+
+def _short_conv_update_reference(x, weight, rows, steps):
+    """Compute :func:`short_conv_update` in plain PyTorch: outputs, and the ring's new rows."""
+    S, K = len(x), len(weight)
+    rows = torch.cat([rows.roll(-steps, 0), x])
+    out = short_conv_reference(rows, weight, K - 1)[K:].to(x.dtype)
+    return out, rows[S:].roll(steps + S, 0)
 
 
 _short_forward = register(

@@ -128,19 +128,14 @@ def reorder_rings(states, new_order):
     """
     for device in dict.fromkeys(state.rows.device for state in states):
         here = [state for state in states if state.rows.device == device]
-        _reorder_on_a_device(here, torch.as_tensor(new_order, device=device))
-
-
-def _reorder_on_a_device(states, new_order):
-    """Do the same for states of one device, which is that of `new_order` too."""
-    device, B, new_B = new_order.device, states[0].B, len(new_order)
-    steps = [len(state.rows) for state in states]
-    origins = [state.origin for state in states]
-    if any(origin is None for origin in origins):
-        own = torch.arange(B, dtype=torch.int32, device=device)
-        origins = [own.expand(L, -1) if o is None else o for o, L in zip(origins, steps)]
-    origins = origins[0] if len(origins) == 1 else torch.cat(origins)
-    for state, origin in zip(states, origins.index_select(1, new_order).split(steps)):
-        state.origin, state.B = origin, new_B
-        if new_B > state.rows.shape[1]:
-            state.settle()
+        order = torch.as_tensor(new_order, dtype=torch.long, device=device)
+        steps = [len(state.rows) for state in here]
+        origins = [state.origin for state in here]
+        if any(origin is None for origin in origins):
+            own = torch.arange(here[0].B, dtype=torch.int32, device=device)
+            origins = [own.expand(L, -1) if o is None else o for o, L in zip(origins, steps)]
+        origins = origins[0] if len(origins) == 1 else torch.cat(origins)
+        for state, origin in zip(here, origins.index_select(1, order).split(steps)):
+            state.origin, state.B = origin, len(order)
+            if state.B > state.rows.shape[1]:
+                state.settle()

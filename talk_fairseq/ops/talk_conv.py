@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from talk_fairseq.ops.dispatch import backend_name, backend_of, register, steps_are_plain
+from talk_fairseq.ops.dispatch import register, take_steps, uses_reference
 from talk_fairseq.ops.reference import talk_conv_reference, talk_conv_update_reference
-from talk_fairseq.ops.state import TaLKConvState, compute_dtype, sums_dtype
+from talk_fairseq.ops.state import TaLKConvState, sums_dtype
 
 _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _INTEGERS = (int, torch.SymInt, np.integer)
@@ -51,7 +51,7 @@ def talk_conv(x, offset_left, offset_right, max_left, max_right):
         out = out.reshape(T, B, C) / (max_left + max_right + 1)
     """
     _validate(x, offset_left, offset_right, max_left, max_right)
-    if backend_name(x) == "reference":
+    if uses_reference(x):
         return talk_conv_reference(x, offset_left, offset_right, max_left, max_right)
     dtype = x.dtype
     if offset_left.dtype is dtype and (offset_right is None or offset_right.dtype is dtype):
@@ -99,23 +99,7 @@ def talk_conv_update(x, offset_left, state, max_left):
 def talk_conv_update_unchecked(x, offset_left, state, max_left):
     """:func:`talk_conv_update` where `x` and `offset_left` are known to fit each other."""
     state.check(x, sums_dtype(x.dtype, x.device))
-    S, plain = len(x), steps_are_plain(x, offset_left, state.rows)
-    if S > 1 or plain:
-        # Kernels take all steps of a sequence, then those of the next: a row that they share may be
-        # overwritten before both have read it. The reference knows no shared rows.
-        state.settle()
-    sums, steps = state.rows, state.steps
-    if plain:
-        out, state.rows = talk_conv_update_reference(x, offset_left, sums, steps, max_left)
-    elif x.numel() == 0:
-        out = torch.empty_like(x)
-    else:
-        if offset_left.dtype != x.dtype:
-            offset_left = offset_left.to(compute_dtype(x.dtype))
-        x, offset_left = x.contiguous(), offset_left.contiguous()
-        out = backend_of(x).update(x, offset_left, sums, state.origin, steps, max_left)
-    state.advance(S)
-    return out
+    return take_steps(state, x, offset_left, talk_conv_update_reference, "update", max_left)
 
 
 def _validate(x, offset_left, offset_right, max_left, max_right):

@@ -29,8 +29,8 @@ class FusedAdam(torch.optim.Optimizer):
     that either optimizer can resume from a checkpoint of the other. Parameters in float16 or
     bfloat16 have states in float32, and are rounded once per update; PyTorch's own
     `load_state_dict` rounds these states too, fairseq's ``--memory-efficient-…`` does not.
-    Arguments are those of ``torch.optim.AdamW``, but `weight_decay` defaults to 0. RuntimeError for
-    a sparse gradient.
+    `lr`, `betas`, `eps` and `weight_decay` are those of ``torch.optim.AdamW``, but `weight_decay`
+    defaults to 0. RuntimeError for a sparse gradient.
     """
 
     supports_memory_efficient_fp16 = True
@@ -76,7 +76,8 @@ class FusedAdam(torch.optim.Optimizer):
         squares = [self.state[p]["exp_avg_sq"] for p in params]
         wide = _contiguous(params, means[0].dtype)
         gradients = _contiguous([p.grad for p in params], means[0].dtype)
-        steps = [torch.tensor(float(step), device=params[0].device)] * len(params)
+        # Filled on the device: a copy from the host would wait for a GPU.
+        steps = [torch.full((), float(step), device=params[0].device)] * len(params)
         beta1, beta2 = group["betas"]
         # PyTorch adds eps to the corrected root, fairseq to the root as it is.
         eps = group["eps"] / math.sqrt(1 - beta2**step)

@@ -105,10 +105,13 @@ def test_shared_memory_is_asked_for_once(monkeypatch):
 
 
 def test_without_cupy(monkeypatch):
-    """The import is free of CuPy; the first launch names the extra."""
+    """The import is free of CuPy; the first launch names the extra, and why it is not there."""
+    broken = ImportError("libcublas.so.12: cannot open shared object file")
     monkeypatch.setattr(cuda_backend, "cupy", None)
-    with pytest.raises(RuntimeError, match="run scripts/setup.sh cuda12"):
+    monkeypatch.setattr(cuda_backend, "_why_no_cupy", broken)
+    with pytest.raises(RuntimeError, match="run scripts/setup.sh cuda12") as found:
         cuda_backend.forward(torch.zeros(1, 1, 1), None, None, 1, 1)
+    assert found.value.__cause__ is broken
 
 
 def test_cupy_of_another_cuda(monkeypatch):

@@ -28,6 +28,7 @@ from oracle import (
 )
 from talk_fairseq.ops import cuda_backend, cuda_plan
 from talk_fairseq.ops.kernel_source import source, source_path, struct_of
+from talk_fairseq.ops.state import compute_dtype
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile kernels")
 
@@ -504,7 +505,7 @@ def test_short_convolutions(K, left, shape, dtype):
     x, dout, weight = (torch.randn(*size).to(dtype) for size in (shape, shape, (K, shape[2])))
     host = Host()
     check_short_conv(host.short_conv(x, weight, dout, left), short_conv(x, weight, dout, left))
-    wide = shape[2] % cuda_plan._WIDTH[str(dtype).removeprefix("torch.")] == 0
+    wide = shape[2] % (16 // compute_dtype(dtype).itemsize) == 0
     assert sum("wide" in name for name in host.launched) == 2 * wide
 
 

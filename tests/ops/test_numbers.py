@@ -210,6 +210,21 @@ def test_and_the_first_whose_gradient_was_one(tmp_path):
         trainer.train_step([batch(0)])
 
 
+class Total(torch.nn.Module):
+    def forward(self, x):
+        return x.sum()
+
+
+def test_the_search_passes_modules_that_return_a_number(tmp_path):
+    trainer = trainer_of(tmp_path)
+    spoilt = trainer.model.encoder.layers[0].fc2
+    spoilt.total = Total()
+    spoilt.register_forward_hook(lambda module, _, output: output + module.total(output))
+    spoilt.weight.data[0] = math.nan
+    with pytest.raises(FloatingPointError, match=r"encoder\.layers\.0\.fc2"):
+        trainer.train_step([batch(0)])
+
+
 def train_in_half(folder, updates, window):
     """Train in fp16 from a loss scale that overflows; returns the losses and what was lost."""
     flags = ["--memory-efficient-fp16", "--fp16-init-scale", 2**24, "--fp16-scale-window", window]

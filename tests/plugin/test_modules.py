@@ -161,7 +161,7 @@ def test_independent_tokens_give_windows_of_all_lengths_one_variance():
     assert (heads.std((0, 1, 3)) - 1).abs().max() < 0.15
 
 
-@pytest.mark.parametrize("largest", [0, 1, 2, 3])
+@pytest.mark.parametrize("largest", [0, 1, 2, 3, 2**31 - 1])
 def test_no_head_looks_further_than_the_largest_window(largest):
     conv = TaLKConv(8, 4, largest, largest, spread_windows=True).eval()
     assert conv.windows.max() == largest and conv.windows.min() == min(largest, 2)

@@ -360,6 +360,8 @@ def test_bands_have_at_least_one_dimension():
     assert cutoff_list("cutoff", "10,60", 4, 4.0, 60) == [10, 60]
     with pytest.raises(ValueError, match=r"last of 3 bands, got 4 // 4 \*\* 2"):
         cutoff_list("cutoff", "10,20", 4, 4.0, 60)
+    with pytest.raises(ValueError, match=r"last of 2 bands, got 4 // 0 \*\* 1"):
+        cutoff_list("cutoff", "10", 4, 0.0, 60)
 
 
 def test_characters_of_words_are_where_the_model_is():

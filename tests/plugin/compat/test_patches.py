@@ -42,6 +42,7 @@ from test_numbers import trainer_of
 from conftest import ROOT
 from talk_fairseq import checkpoint_files, compat
 from talk_fairseq.compat import cpu, patching, text, training
+from talk_fairseq.compat.checkpoints import begin_average_at_checkpoint
 
 
 def test_the_docs_list_the_patches():
@@ -304,6 +305,17 @@ def test_an_average_begins_at_a_checkpoint_that_has_none(tmp_path):
     assert {"ema", "ema_fp32_params"} <= saved.keys()
     kept = averaging.load_checkpoint(path)  # by a command for as long as it runs
     assert not kept.keys() & {"ema", "ema_fp32_params"}
+
+
+@pytest.mark.parametrize("flags", [(), ("--store-ema",)])
+def test_other_processes_get_an_average_where_there_is_one(tmp_path, flags):
+    """The first process sends what it has read: parameters once, or twice with an average."""
+    path = str(tmp_path / "checkpoint.pt")
+    trainer = trainer_of(tmp_path)
+    trainer.consolidate_optimizer()
+    trainer.save_checkpoint(path, {"train_iterator": {"epoch": 1}})
+    trainer_of(tmp_path, *flags).load_checkpoint(path)
+    assert ("ema" in begin_average_at_checkpoint(path)["extra_state"]) == bool(flags)
 
 
 def test_a_file_that_lends_no_average_is_named(tmp_path):
