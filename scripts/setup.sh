@@ -150,10 +150,4 @@ step='whether all of it fits together'
 pip check || fail ".venv holds packages that do not fit together; remove .venv and run this again"
 printf '%s\n' "$wanted" >"$stamp"
 echo "setup.sh: ready" >&2
-if [[ -n "$cuda" ]]; then
-    built_for=$(.venv/bin/python -c 'import torch; print((torch.version.cuda or "no").split(".")[0])')
-    [[ "$built_for" == "${cuda#,cuda}" ]] ||
-        echo "setup.sh: this PyTorch is built for CUDA $built_for, so ${cuda#,} will not" \
-            "work with it: choose the same version for both" >&2
-fi
 finish "$@"

@@ -61,7 +61,7 @@ class Played:
             if "_" in checkpoints.parents[1].name:
                 name += f" with {warmup}"
             end = command[command.index("--max-update") + 1]
-            self.restored = [word for word in command if word.endswith("_2.pt")]
+            self.restored = sorted(path.name for path in checkpoints.glob("*.pt"))
         self.ran.append(name)
         log.parent.mkdir(parents=True, exist_ok=True)
         if name == self.broken:
@@ -72,7 +72,8 @@ class Played:
             os.mkdir(command[command.index("--destdir") + 1])
         elif name.startswith("train"):
             checkpoints.mkdir(parents=True, exist_ok=True)
-            (checkpoints / "checkpoint_1_2.pt").touch()
+            for number in ("1_2", "last"):
+                (checkpoints / f"checkpoint_{number}.pt").touch()
             if name == self.stop_at:
                 raise KeyboardInterrupt
             (checkpoints / f"checkpoint_1_{end}.pt").touch()

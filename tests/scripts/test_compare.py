@@ -48,7 +48,7 @@ def test_interrupted_it_goes_on_where_it_was(played, verses, tmp_path, capsys):
     assert sweep.main(arguments(verses, out)) == 0
     generated = ["fairseq-generate"] * 2
     assert played.ran == ["train transformer", *generated, "measure"]
-    assert len(played.restored) == 1  # from its last checkpoint
+    assert played.restored == ["checkpoint_1_2.pt", "checkpoint_last.pt"]
     assert not list(out.rglob("*.partial")) and not list(out.rglob("checkpoint_*.pt"))
 
     # A system more needs its own training, and all speeds from one measurement.
@@ -461,8 +461,6 @@ def test_checkpoints_are_in_the_order_of_updates(tmp_path):
     for name in (*names, "checkpoint1.pt", "checkpoint_last.pt"):
         (tmp_path / name).touch()
     assert [path.name for path in fairseq.numbered(tmp_path)] == names
-    newest = tmp_path / names[-1]
-    assert fairseq.resuming(tmp_path) == ["--save-dir", tmp_path, "--restore-file", newest]
 
     def last(updates):
         return [path.name for path in fairseq.last_checkpoints(tmp_path, updates, 2)]
@@ -471,9 +469,31 @@ def test_checkpoints_are_in_the_order_of_updates(tmp_path):
     assert last(1200) == [names[2], "checkpoint_last.pt"]  # which ended an epoch
 
 
+def test_a_run_goes_on_where_it_was_not_where_it_began(tmp_path):
+    """fairseq-train goes on from checkpoint_last.pt by itself, unless another one is named."""
+    origin, words = tmp_path / "origin.pt", ["--save-dir", tmp_path]
+    assert fairseq.resuming(tmp_path, origin) == words  # there is none
+    origin.touch()
+    assert fairseq.resuming(tmp_path, origin) == [*words, "--restore-file", origin]
+    (tmp_path / "checkpoint_last.pt").touch()
+    assert fairseq.resuming(tmp_path, origin) == words
+
+
+@pytest.mark.parametrize("damaged", ["[1]", '{"systems"'])
+def test_a_restart_replaces_a_damaged_comparison(played, verses, tmp_path, capsys, damaged):
+    out = tmp_path / "run"
+    assert sweep.main(arguments(verses, out)) == 0
+    (out / "settings.json").write_text(damaged)
+    capsys.readouterr()
+    assert "--restart replaces them" in refusal(capsys, *arguments(verses, out))
+    played.ran = []
+    assert sweep.main(arguments(verses, out, "--restart")) == 0
+    assert {"train talkconv", "train transformer"} < {*played.ran}
+
+
 def test_a_command_that_is_killed_has_failed(tmp_path):
     with pytest.raises(Failed, match="^sh was killed by signal 9; .*ends with\nhalf"):
-        fairseq.Commands(True).run(["sh", "-c", "echo half; kill -9 $$"], tmp_path / "log")
+        fairseq.Commands("cpu").run(["sh", "-c", "echo half; kill -9 $$"], tmp_path / "log")
 
 
 def test_a_failure_without_words_loses_no_scores(played, verses, tmp_path, monkeypatch):

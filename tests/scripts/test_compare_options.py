@@ -252,7 +252,8 @@ def test_a_process_begins_anew_where_its_environment_does_not_suit(monkeypatch):
     assert environment["CUDA_VISIBLE_DEVICES"] == "" and CPU_ENVIRONMENT.items() <= (
         environment.items()
     )
-    assert fairseq.Commands(False).environment["CUDA_VISIBLE_DEVICES"] == "2"
+    assert fairseq.Commands("cuda").environment["CUDA_VISIBLE_DEVICES"] == "2"
+    assert fairseq.Commands("cpu").environment["CUDA_VISIBLE_DEVICES"] == ""
     fairseq.set_environment("cuda")
     assert begun[1][2] == {**os.environ, "CUDA_VISIBLE_DEVICES": "2"}
     for name, value in environment.items():

@@ -12,6 +12,7 @@ import pytest
 from quickstart_runs import TEST_VERSES, QuickStart, kill_group, write_verses
 
 from conftest import ROOT
+from pipeline.common.command import BadInput
 from pipeline.common.folder import Folder
 from pipeline.common.systems import read_systems
 from pipeline.data.benchmarks import SPLITS
@@ -165,7 +166,7 @@ def test_a_folder_of_another_command_is_left_alone(refusal, tmp_path):
 def test_a_restart_replaces_damaged_settings(tmp_path, damaged):
     folder = Folder(tmp_path, "quick start", ())
     folder.settings.write_text(damaged)
-    with pytest.raises((TypeError, ValueError)), closing(folder):
+    with pytest.raises(BadInput, match="damaged .*--restart"), closing(folder):
         folder.open({"a": 1})
     with closing(folder):
         folder.open({"a": 1}, restart=True)

@@ -63,6 +63,7 @@ def build_trainer(name, precision, args):
         "lr": 1e-5,
         "max-tokens": args.max_tokens,
         "save-dir": tempfile.gettempdir(),  # for what fairseq saves of a crash
+        "distributed-world-size": 1,  # whatever GPUs there are
         "cpu": args.device == "cpu",
         **PRECISIONS[precision],
     }

@@ -19,6 +19,7 @@ from pipeline.common.paths import PROGRAMS, ROOT
 # instead of being handed back to the system after each tensor: a tenth faster. Matrix products are
 # in bfloat16 on processors that have them in hardware, where training takes about half the time.
 CPU_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
     "OMP_WAIT_POLICY": "PASSIVE",
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "4000000000",
@@ -28,37 +29,40 @@ CPU_ENVIRONMENT = {
 TAIL = 15  # lines of a log that an error shows
 
 
-def first_gpu():
-    """Return the first GPU that this process may use, as CUDA_VISIBLE_DEVICES names it."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+def environment_of(device):
+    """Return the environment of programs on a device: "cuda", with one GPU, or "cpu", with none.
+
+    fairseq starts a process for each GPU that it sees, also with ``--cpu``.
+    """
+    if device == "cpu":
+        return CPU_ENVIRONMENT
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}
 
 
 def set_environment(device):
     """Restart this process in the environment that suits the device, unless it is in it.
 
     For programs that compute themselves: some of CPU_ENVIRONMENT counts only when a process begins.
-    On the device "cuda" one GPU is left, as fairseq takes every one that it sees.
     """
-    wanted = {"CUDA_VISIBLE_DEVICES": first_gpu() if device == "cuda" else ""}
-    wanted |= CPU_ENVIRONMENT if device == "cpu" else {}
-    if os.environ | wanted != os.environ:
-        os.execve(sys.executable, sys.orig_argv, os.environ | wanted)
+    wanted = os.environ | environment_of(device)
+    if wanted != os.environ:
+        os.execve(sys.executable, sys.orig_argv, wanted)
 
 
 class Commands:
     """Runs commands of this environment, several at a time, and stops them together.
 
     Args:
-        on_cpu: run them with CPU_ENVIRONMENT; else with one GPU.
+        device: "cpu" or "cuda", for `environment_of`.
         jobs: how many run side by side, each with a title to tell it by if there are several.
         threads: OpenMP threads of each, unless ``OMP_NUM_THREADS`` is set (None: all cores).
         lock: an open file that each command inherits, so that a folder stays locked while one of
             them lives.
     """
 
-    def __init__(self, on_cpu, jobs=1, threads=None, lock=None):
+    def __init__(self, device, jobs=1, threads=None, lock=None):
         self.environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
-        self.environment |= CPU_ENVIRONMENT if on_cpu else {"CUDA_VISIBLE_DEVICES": first_gpu()}
+        self.environment |= environment_of(device)
         self.environment["PATH"] = f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}"
         if threads:
             self.environment.setdefault("OMP_NUM_THREADS", str(threads))
@@ -181,10 +185,12 @@ def numbered(folder):
 
 
 def resuming(folder, origin=None):
-    """Return the words with which fairseq-train goes on with a run, or begins it at `origin`."""
-    found = [*numbered(folder)[-1:], folder / "checkpoint_last.pt", origin]
-    restored = [path for path in found if path and path.exists()][:1]
-    return ["--save-dir", folder, *(["--restore-file", restored[0]] if restored else [])]
+    """Return the words with which fairseq-train goes on with a run, or begins it at `origin`.
+
+    It goes on from ``checkpoint_last.pt`` of the folder by itself.
+    """
+    begins = origin and origin.exists() and not (folder / "checkpoint_last.pt").exists()
+    return ["--save-dir", folder, *(["--restore-file", origin] if begins else [])]
 
 
 def last_checkpoints(folder, updates, count):

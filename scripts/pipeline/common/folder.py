@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import glob
 import time
 from collections.abc import Mapping
 
@@ -46,7 +47,8 @@ class Folder:
         Args:
             restart: remove what an earlier run left.
             growing: keys of `settings` whose values are dictionaries that may gain and lose
-                entries from run to run; an entry that was there keeps its value.
+                entries from run to run; an entry that was there keeps its value. What is made for
+                an entry has its name.
 
         Raises BadInput if another run holds the lock, or the folder is of other settings; the
         message names the first that differs.
@@ -55,15 +57,17 @@ class Folder:
         self.acquire()
         try:
             there = dict(read_json(self.settings, {}))
-        except (TypeError, ValueError):  # it is damaged
+        except (TypeError, ValueError):
             if not restart:
-                raise
+                held = f"damaged settings of a {self.what}; --restart replaces them"
+                raise BadInput(f"{self.option}: {self.settings} holds {held}") from None
             there = {}
         if (kind := there.get("kind", self.what)) != self.what:
             held = f"a {kind}; choose another folder"
             raise BadInput(f"{self.option}: {self.path} holds {held}")
         if restart:
-            for pattern in (*self.made, self.settings.name):
+            grown = [glob.escape(name) for key in growing for name in there.get(key, {})]
+            for pattern in (*self.made, *grown, self.settings.name):
                 for path in [*self.path.glob(pattern), *self.path.glob(f"{pattern}*.partial")]:
                     remove(path)
             there = {}

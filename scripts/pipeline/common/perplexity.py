@@ -9,7 +9,7 @@ from talk_fairseq.checkpoint_files import read_checkpoint
 
 END, UNKNOWN = "</s>", "<unk>"
 # The numbers of a model, in what fairseq-eval-lm prints.
-SCORE = r"num\. model params: ([\d,]+).*?Evaluated ([\d,]+) tokens.*?Loss \(base 2\): ([\d.]+),"
+SCORE = r"num\. model params: ([\d,]+).*?Evaluated ([\d,]+) tokens.*?Loss \(base 2\): (\S+),"
 
 
 class TestSet:

@@ -41,8 +41,7 @@ class Comparison:
     def __init__(self, args):
         self.args = args
         self.folder = CorpusFolder(args.out, "comparison", MADE, args.data, args.languages)
-        earlier = read_json(self.folder.settings, {}).get("systems", {})
-        self.folder.made += map(glob.escape, earlier)
+        self.folder.made += map(glob.escape, args.systems)
         if args.device == "cuda" and not has_gpu():
             raise BadInput("--preset: expected cpu on a machine without a GPU, got gpu")
         self.searches, self.points, self.planned, self.failures = {}, {}, set(), {}
@@ -70,9 +69,8 @@ class Comparison:
             "systems": args.systems,
         }
         self.folder.open(settings, args.restart, growing=["systems"])
-        on_cpu = args.device == "cpu"
-        threads = max(1, cores() // args.jobs) if on_cpu else None
-        self.commands = fairseq.Commands(on_cpu, args.jobs, threads, self.folder.lock)
+        threads = max(1, cores() // args.jobs) if args.device == "cpu" else None
+        self.commands = fairseq.Commands(args.device, args.jobs, threads, self.folder.lock)
 
     def label(self, name, point):
         """Return the name of a point: its rate, and with another warm-up RATE_UPDATES."""
@@ -129,18 +127,16 @@ class Comparison:
         args, folder = self.args, self.run_folder(name, seed, point)
         title = f"{name}, seed {seed}, at {self.label(name, point).replace('_', ', warm-up ')}"
         checkpoints = folder / "checkpoints"
-        made, diverged, done = folder / "averaged.pt", folder / "diverged", checkpoints / "done"
+        made, diverged = folder / "averaged.pt", folder / "diverged"
 
         def make(partial):
-            if not done.exists():
-                if not fairseq.numbered(checkpoints):  # nothing to go on from
-                    remove(checkpoints)
-                    remove(folder / "train.log")
-                words = ["fairseq-train", *self.words(name, point), "--seed", seed]
-                read = fairseq.training(lambda updates: updates / args.updates)
-                words += fairseq.resuming(checkpoints)
-                self.commands.run(words, folder / "train.log", read, title)
-                done.touch()
+            if not (checkpoints / "checkpoint_last.pt").exists():  # nothing to go on from
+                remove(checkpoints)
+                remove(folder / "train.log")
+            words = ["fairseq-train", *self.words(name, point), "--seed", seed]
+            read = fairseq.training(lambda updates: updates / args.updates)
+            words += fairseq.resuming(checkpoints)
+            self.commands.run(words, folder / "train.log", read, title)
             from pipeline.recipes import average
 
             last = fairseq.last_checkpoints(checkpoints, args.updates, args.schedule.averaged)

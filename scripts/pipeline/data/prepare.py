@@ -138,32 +138,28 @@ def write_plain(prep):
         prep.prepared["lines"][split] = writer.lines
 
 
-def tokenizer_of(benchmark, training):
-    """Return what makes tokens of a list of pairs, be it of the training data or of the rest."""
-    if benchmark.tokenizer != "moses":
-        return list  # of what comes tokenised
-    return functools.partial(
-        text.tokenize_pairs,
-        languages=benchmark.languages,
-        normalize=benchmark.normalize and training,
-        split_dashes=benchmark.split_dashes,
-        straight=benchmark.straight and not training,
-        lowercase=benchmark.lowercase,
-    )
-
-
 def write_tokenized(prep):
     """Write ``tokenized.{train,valid,test}.LANG``, and clean by tokens where that is asked."""
     benchmark, lines = prep.benchmark, prep.prepared["lines"]
     for split in list(lines):
         training = split == "train"
         every = benchmark.valid_every if training else 0
+        tokenize = list  # of what comes tokenised
+        if benchmark.tokenizer == "moses":
+            tokenize = functools.partial(
+                text.tokenize_pairs,
+                languages=benchmark.languages,
+                normalize=benchmark.normalize and training,
+                split_dashes=benchmark.split_dashes,
+                straight=benchmark.straight and not training,
+                lowercase=benchmark.lowercase,
+            )
         with ExitStack() as stack:
             tokens = stack.enter_context(text.Writer(prep.paths("tokenized.", split)))
             if every:
                 valid = stack.enter_context(text.Writer(prep.paths("tokenized.", "valid")))
                 plain = stack.enter_context(text.Writer(prep.paths("", "valid")))
-            found = prep.go_through(tokenizer_of(benchmark, training), "", split, "tokens")
+            found = prep.go_through(tokenize, "", split, "tokens")
             for number, (pair, tokenized) in enumerate(found, 1):
                 if every and number % every == 0:
                     valid.write(tokenized)

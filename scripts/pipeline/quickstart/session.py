@@ -90,7 +90,7 @@ class Session:
         self.folder.made += [f"{name}.{kind}" for name in trainings for kind in ("pt", "txt")]
         self.folder.open(settings, args.restart)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # it stops what it started
-        self.commands = Commands(not self.on_gpu, lock=self.folder.lock)
+        self.commands = Commands("cuda" if self.on_gpu else "cpu", lock=self.folder.lock)
         if not self.on_gpu:
             # Only training computes in bfloat16; its command says so.
             self.commands.environment["TALK_MATMUL_PRECISION"] = "highest"

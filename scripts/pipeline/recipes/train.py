@@ -45,13 +45,8 @@ def parse(arguments):
         help="go on when a process dies, up to N times (default: 0)")  # fmt: skip
     add("--dry-run", action="store_true", help="print the command and stop")
     args = parser.parse_intermixed_args(arguments)
-    args.given = {key_of(override): override for override in args.overrides}
+    args.given = {word.lstrip("+").partition("=")[0]: word for word in args.overrides}
     return args
-
-
-def key_of(override):
-    """Return the key that an override sets."""
-    return override.lstrip("+").partition("=")[0]
 
 
 def check_folder(save_dir, trained):
@@ -217,7 +212,7 @@ def plan(args, has_data=True):
     settings = [f"{key}={value}" for key, value in options.items()]
     # Paths stand among the settings: Hydra runs fairseq in the folder of the run.
     paths = ("common.user_dir", "task.data", "checkpoint.save_dir")
-    given = [override for override in args.overrides if key_of(override) not in paths]
+    given = [override for key, override in args.given.items() if key not in paths]
     words += ["--config-name", path.stem, *configs.hydra_words([*settings, *given])]
 
     environment = {"PYTHONWARNINGS": "ignore"}  # fairseq calls much that PyTorch has deprecated
