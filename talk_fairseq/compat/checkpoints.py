@@ -67,6 +67,8 @@ def begin_average_at_checkpoint(path, **options):
     return state
 
 
+begin_average_at_checkpoint.wanted = False
+
 # Without it: ``--store-ema`` cannot begin at a checkpoint that has no average, but ends in
 # ``KeyError: 'model'``, since fairseq lets go of the parameters before it asks for them.
 overlay("fairseq.trainer", "checkpoint_utils", load_checkpoint_to_cpu=begin_average_at_checkpoint)

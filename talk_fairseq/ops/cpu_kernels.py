@@ -230,17 +230,6 @@ def update(x, offset, sums, origin, steps, max_left, out, first, last):
 
 
 @_jit
-def _add_tap(target, taps, row, first):
-    """Add taps * row to `target`, or begin it if this is the `first` tap."""
-    if first:
-        for c in range(target.size):
-            target[c] = taps[c] * row[c]
-    else:
-        for c in range(target.size):
-            target[c] += taps[c] * row[c]
-
-
-@_jit
 def short_forward(x, weight, out, left, lo, hi):
     T, B, _ = x.shape
     K = weight.shape[0]
@@ -250,7 +239,12 @@ def short_forward(x, weight, out, left, lo, hi):
             first = max(left - t, 0)
             for k in range(first, min(K, T - t + left)):
                 row, taps = x[t - left + k, b, lo:hi], weight[k, lo:hi]
-                _add_tap(target, taps, row, k == first)
+                if k == first:
+                    for c in range(hi - lo):
+                        target[c] = taps[c] * row[c]
+                else:
+                    for c in range(hi - lo):
+                        target[c] += taps[c] * row[c]
 
 
 @_jit
@@ -280,7 +274,7 @@ def short_backward(x, weight, dout, dx, d_weight, left, lo, hi):
 @_jit
 def short_update(x, weight, rows, origin, steps, out, first, last):
     """Sequences `first` to `last` - 1: each step adds a row to the ring, and sums over its taps."""
-    S = x.shape[0]
+    S, _, C = x.shape
     K = weight.shape[0]
     for b in range(first, last):
         for s in range(S):
@@ -291,7 +285,12 @@ def short_update(x, weight, rows, origin, steps, out, first, last):
             for k in range(begin, K):
                 slot = (t + 1 + k) % K  # of step t - (K - 1) + k
                 row, taps = rows[slot, _column(origin, slot, b) if k < K - 1 else b], weight[k]
-                _add_tap(target, taps, row, k == begin)
+                if k == begin:
+                    for c in range(C):
+                        target[c] = taps[c] * row[c]
+                else:
+                    for c in range(C):
+                        target[c] += taps[c] * row[c]
             if origin.size:
                 origin[t % K, b] = b
 

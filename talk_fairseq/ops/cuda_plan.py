@@ -207,7 +207,7 @@ def _numbers(T, B, C, H, max_left, max_right, float32_offsets):
 def _kernel(dtype, moved, channels, aligned):
     """Return the end of a kernel's name, and how many channels a thread handles: 16 bytes, or 1.
 
-    These are bytes of what is `moved`: the dtype of sums, or of `x` where it is read alone.
+    These are bytes of what is `moved`: the dtype that is computed in, or that of `x`.
     """
     width = 16 // moved.itemsize
     wide = aligned and channels % width == 0

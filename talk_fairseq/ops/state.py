@@ -128,7 +128,7 @@ def reorder_rings(states, new_order):
     """
     for device in dict.fromkeys(state.rows.device for state in states):
         here = [state for state in states if state.rows.device == device]
-        order = torch.as_tensor(new_order, dtype=torch.long, device=device)
+        order = torch.as_tensor(new_order, device=device)
         steps = [len(state.rows) for state in here]
         origins = [state.origin for state in here]
         if any(origin is None for origin in origins):

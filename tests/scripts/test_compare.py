@@ -16,6 +16,7 @@ pytest.importorskip("fairseq")
 from pipeline.common import fairseq
 from pipeline.common.command import Failed
 from pipeline.compare import options, sweep
+from pipeline.recipes import average
 
 REAL_RUN = fairseq.Commands.run
 
@@ -479,7 +480,38 @@ def test_a_run_goes_on_where_it_was_not_where_it_began(tmp_path):
     assert fairseq.resuming(tmp_path, origin) == words
 
 
-@pytest.mark.parametrize("damaged", ["[1]", '{"systems"'])
+def test_what_has_no_last_checkpoint_begins_anew(played, verses, tmp_path):
+    """Its numbered ones may be of a save that was cut short, and its log would show them twice."""
+    out = tmp_path / "run"
+    played.stop_at = "train talkconv"
+    assert sweep.main(arguments(verses, out, "--systems", "talkconv")) == 130
+    checkpoints = out / "talkconv/2e-3/1/checkpoints"
+    (checkpoints / "checkpoint_last.pt").unlink()
+    played.stop_at = None
+    assert sweep.main(arguments(verses, out, "--systems", "talkconv")) == 0
+    assert played.restored == []
+
+
+def test_what_is_trained_and_not_averaged_is_not_trained_anew(
+    played, verses, tmp_path, monkeypatch
+):
+    """fairseq-train leaves a run alone that is at its end."""
+    out = tmp_path / "run"
+    save, failed = average.save, []
+
+    def fail_once(paths, to):
+        if not failed:
+            failed.append(to)
+            raise KeyboardInterrupt
+        save(paths, to)
+
+    monkeypatch.setattr(average, "save", fail_once)
+    assert sweep.main(arguments(verses, out, "--systems", "talkconv")) == 130
+    assert sweep.main(arguments(verses, out, "--systems", "talkconv")) == 0
+    assert "checkpoint_1_4.pt" in played.restored and "checkpoint_last.pt" in played.restored
+
+
+@pytest.mark.parametrize("damaged", ["[1]", '{"systems"', '{"systems": null}'])
 def test_a_restart_replaces_a_damaged_comparison(played, verses, tmp_path, capsys, damaged):
     out = tmp_path / "run"
     assert sweep.main(arguments(verses, out)) == 0

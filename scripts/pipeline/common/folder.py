@@ -57,16 +57,16 @@ class Folder:
         self.acquire()
         try:
             there = dict(read_json(self.settings, {}))
+            grown = [glob.escape(name) for key in growing for name in dict(there.get(key, {}))]
         except (TypeError, ValueError):
             if not restart:
                 held = f"damaged settings of a {self.what}; --restart replaces them"
                 raise BadInput(f"{self.option}: {self.settings} holds {held}") from None
-            there = {}
+            there, grown = {}, []
         if (kind := there.get("kind", self.what)) != self.what:
             held = f"a {kind}; choose another folder"
             raise BadInput(f"{self.option}: {self.path} holds {held}")
         if restart:
-            grown = [glob.escape(name) for key in growing for name in there.get(key, {})]
             for pattern in (*self.made, *grown, self.settings.name):
                 for path in [*self.path.glob(pattern), *self.path.glob(f"{pattern}*.partial")]:
                     remove(path)
