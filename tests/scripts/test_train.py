@@ -159,6 +159,7 @@ def test_several_gpus_and_nodes():
     assert "--rdzv-endpoint node1:7 --nproc-per-node 8" in torchrun
     assert plan.words["distributed_training.distributed_world_size"] == "16"
     assert "--rendezvous" in refused("wmt16_en_de/talkconv", "--devices", "8", "--nodes", "2")
+    assert "got node1" in refused("wmt16_en_de/talkconv", "--rendezvous", "node1")
 
 
 def test_runs_on_the_same_nodes_do_not_meet(tmp_path, monkeypatch):

@@ -160,6 +160,8 @@ def plan(args, has_data=True):
     on_cpu, devices = choose_devices(args, recipe, config)
     if args.nodes > 1 and not args.rendezvous:
         raise BadInput("--rendezvous: expected HOST[:PORT] with --nodes, got none")
+    if args.nodes == 1 and args.rendezvous:
+        raise BadInput(f"--rendezvous: expected none without --nodes, got {args.rendezvous}")
     processes = devices * args.nodes
 
     data = configs.chosen_folder(args.data, config, "task.data", name).absolute()
