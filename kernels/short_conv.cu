@@ -64,8 +64,7 @@ template <typename X, int N> __device__ void short_forward(const ShortProblem& p
     }
 }
 
-// dx[t] = sum of weight[k] dout[t + left - k], and what the run adds to d_weight: TAPS taps at a
-// time.
+// dx[t] = sum of weight[k] dout[t + left - k], and what the run adds to d_weight, TAPS taps a time.
 template <typename X, int N> __device__ void short_backward(const ShortProblem& p) {
     using F = typename Types<X>::Compute;
     const Run run = Run::of_thread<N>(p);

@@ -42,7 +42,7 @@ def plan_forward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right,
     name, heads, R = NAMES[dtype], B * H, C // H
     numbers = _numbers(T, B, C, H, max_left, max_right, float32_offsets)
     number = compute_dtype(dtype).itemsize
-    kernel, width = _kernel(dtype, compute_dtype(dtype), R, aligned)
+    kernel, width = _kernel(dtype, R, aligned)
     pack, window = _LANES * width * number, 8 + 2 * number
     before, after = _halo(max_left), _halo(max_right)
     spans = (before + after) // _UNIT + 2  # units that a window within the halo touches, at most
@@ -71,7 +71,7 @@ def plan_forward(dtype, aligned, shared_memory, T, B, C, H, max_left, max_right,
         "sums": (units * (_UNIT + 1) * B * C, torch.float64 if number == 8 else torch.float32),
         "bases": (units * B * C, torch.float64),
     }
-    kernel, width = _kernel(dtype, dtype, R, aligned)
+    kernel, width = _kernel(dtype, R, aligned, 16 // dtype.itemsize)
     threads, slabs = _TILE // _ROWS * _LANES, _ceil(R, _LANES * width)
     sums = _grid(heads, slabs, _tiles(units * _UNIT, _TILE))
     tiles = _grid(heads, slabs, _tiles(T, _TILE))
@@ -160,7 +160,7 @@ def plan_update(
     dtype, aligned, shared_memory, S, B, C, H, max_left, ring, columns, float32_offsets
 ):
     """Plan S steps of decoding."""
-    kernel, width = _kernel(dtype, compute_dtype(dtype), C // H, aligned)
+    kernel, width = _kernel(dtype, C // H, aligned)
     blocks = (_ceil(B * C // width, 128), 1, 1)
     sizes = {"ring": ring, "columns": columns} | _numbers(S, B, C, H, max_left, 0, float32_offsets)
     return Plan(sizes, {}, ((f"talk_update_{kernel}", blocks, 128, 0),))
@@ -168,7 +168,7 @@ def plan_update(
 
 def plan_short_forward(dtype, aligned, shared_memory, T, B, C, taps, left):
     """Plan the forward pass of a short convolution."""
-    kernel, width = _kernel(dtype, compute_dtype(dtype), C, aligned)
+    kernel, width = _kernel(dtype, C, aligned)
     blocks = (_ceil(_runs(T, _SHORT_FORWARD, B) * (C // width), 128), 1, 1)
     numbers = {"T": T, "B": B, "C": C, "taps": taps, "left": left, "rows": _SHORT_FORWARD}
     launches = ((f"talk_short_forward_{kernel}", blocks, 128, 0),)
@@ -177,7 +177,7 @@ def plan_short_forward(dtype, aligned, shared_memory, T, B, C, taps, left):
 
 def plan_short_backward(dtype, aligned, shared_memory, T, B, C, taps, left):
     """Plan the backward pass of a short convolution: runs, and the sum over them."""
-    kernel, width = _kernel(dtype, compute_dtype(dtype), C, aligned)
+    kernel, width = _kernel(dtype, C, aligned)
     rows = min(max(_SHORT_BACKWARD, _ceil(T * B, 512)), _SHORT_MOST)  # for about 512 runs
     runs = _runs(T, rows, B)
     numbers = {"T": T, "B": B, "C": C, "taps": taps, "left": left, "rows": rows}
@@ -191,7 +191,7 @@ def plan_short_backward(dtype, aligned, shared_memory, T, B, C, taps, left):
 
 def plan_short_update(dtype, aligned, shared_memory, S, B, C, taps, columns):
     """Plan S steps of decoding of a short convolution."""
-    kernel, width = _kernel(dtype, compute_dtype(dtype), C, aligned)
+    kernel, width = _kernel(dtype, C, aligned)
     numbers = {"T": S, "B": B, "C": C, "taps": taps, "columns": columns}
     launches = ((f"talk_short_update_{kernel}", (_ceil(B * C // width, 128), 1, 1), 128, 0),)
     return Plan(numbers, {}, launches, "short_conv.cu")
@@ -204,12 +204,12 @@ def _numbers(T, B, C, H, max_left, max_right, float32_offsets):
     }  # fmt: skip
 
 
-def _kernel(dtype, moved, channels, aligned):
-    """Return the end of a kernel's name, and how many channels a thread handles: 16 bytes, or 1.
+def _kernel(dtype, channels, aligned, width=None):
+    """Return the end of a kernel's name, and how many channels a thread handles: `width`, or 1.
 
-    These are bytes of what is `moved`: the dtype that is computed in, or that of `x`.
+    By default the width is 16 bytes of the dtype that is computed in.
     """
-    width = 16 // moved.itemsize
+    width = width or 16 // compute_dtype(dtype).itemsize
     wide = aligned and channels % width == 0
     return f"{NAMES[dtype]}_{'wide' if wide else 'narrow'}", width if wide else 1
 

@@ -47,7 +47,7 @@ def take_steps(state, x, other, reference, kernel, *sizes):
     elif x.numel() == 0:
         out = torch.empty_like(x)
     else:
-        if other.dtype != x.dtype:
+        if other.dtype != x.dtype:  # of offsets, kernels take x's dtype or that of computing
             other = other.to(compute_dtype(x.dtype))
         step = getattr(backend_of(x), kernel)
         x, other = x.contiguous(), other.contiguous()

@@ -1,7 +1,7 @@
 """``--optimizer fused_adam``: fairseq's Adam, computed by one of PyTorch's fused kernels.
 
-fairseq's own ``adam`` makes seven or eight calls for each parameter, unless apex is
-installed. This one reads and writes each number once, on CPUs and GPUs.
+fairseq's own ``adam`` makes seven or eight calls for each parameter, unless apex is installed. This
+one reads and writes each number once, on CPUs and GPUs.
 """
 
 import collections

@@ -185,10 +185,7 @@ def numbered(folder):
 
 
 def resuming(folder, origin=None):
-    """Return the words with which fairseq-train goes on with a run, or begins it at `origin`.
-
-    It goes on from ``checkpoint_last.pt`` of the folder by itself.
-    """
+    """Return the words to go on from checkpoint_last.pt, as fairseq does, or begin at `origin`."""
     begins = origin and origin.exists() and not (folder / "checkpoint_last.pt").exists()
     return ["--save-dir", folder, *(["--restore-file", origin] if begins else [])]
 

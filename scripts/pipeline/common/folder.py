@@ -55,19 +55,20 @@ class Folder:
         """
         self.check()
         self.acquire()
+        grown = [name for key in growing for name in settings[key]]
         try:
             there = dict(read_json(self.settings, {}))
-            grown = [glob.escape(name) for key in growing for name in dict(there.get(key, {}))]
+            grown += [name for key in growing for name in dict(there.get(key, {}))]
         except (TypeError, ValueError):
             if not restart:
                 held = f"damaged settings of a {self.what}; --restart replaces them"
                 raise BadInput(f"{self.option}: {self.settings} holds {held}") from None
-            there, grown = {}, []
+            there = {}
         if (kind := there.get("kind", self.what)) != self.what:
             held = f"a {kind}; choose another folder"
             raise BadInput(f"{self.option}: {self.path} holds {held}")
         if restart:
-            for pattern in (*self.made, *grown, self.settings.name):
+            for pattern in (*self.made, *map(glob.escape, grown), self.settings.name):
                 for path in [*self.path.glob(pattern), *self.path.glob(f"{pattern}*.partial")]:
                     remove(path)
             there = {}

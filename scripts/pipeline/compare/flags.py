@@ -56,7 +56,12 @@ def evaluation_words(args, data, system, checkpoint, results):
     if args.task == "lm":
         command, flags["max-tokens"] = "fairseq-eval-lm", 4 * args.schedule.max_tokens
     else:
-        command, flags["max-tokens"] = "fairseq-generate", 2 * args.schedule.max_tokens
+        command, flags["max-tokens"] = "fairseq-generate", generated_tokens(args)
         flags |= {key.replace("_", "-"): value for key, value in beam_search(args).items()}
         flags |= {"remove-bpe": "sentencepiece", "results-path": results, "log-interval": 1}
     return [command, str(data), *words(flags)]
+
+
+def generated_tokens(args):
+    """Return the most tokens of a batch from which is generated."""
+    return 2 * args.schedule.max_tokens

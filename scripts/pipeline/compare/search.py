@@ -47,7 +47,7 @@ class Search:
     def along(self, axis):
         """Yield what to train next along one axis, with the best of the other axis so far.
 
-        Values within the range that were tried beside another value of that axis are tried too.
+        Values within the range that were tried with others of the other axis are tried here too.
         """
         ends = [float(value) for value in (*self.listed[axis], getattr(self.best, axis))]
         had = [getattr(point, axis) for point in self.losses]

@@ -6,7 +6,7 @@ from functools import partial
 
 from pipeline.common.folder import show
 from pipeline.common.models import build_generator, build_model, configure
-from pipeline.compare.flags import beam_search
+from pipeline.compare.flags import beam_search, generated_tokens
 
 
 def measure_speeds(args, words, checkpoints):
@@ -118,8 +118,7 @@ def training_batches(args, task):
 def test_batches(args, task):
     """Return batches of the test set, spread over the lengths; of a language model, beginnings."""
     task.load_dataset("test")
-    most = 2 * args.schedule.max_tokens  # as in the evaluation
-    batches = task.get_batch_iterator(task.dataset("test"), max_tokens=most)
+    batches = task.get_batch_iterator(task.dataset("test"), max_tokens=generated_tokens(args))
     batches = list(batches.next_epoch_itr(shuffle=False))
     count = min(args.schedule.generated, len(batches))
     chosen = [batches[len(batches) * (2 * i + 1) // (2 * count)] for i in range(count)]

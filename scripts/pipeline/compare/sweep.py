@@ -1,7 +1,6 @@
 """The steps of scripts/compare.sh in its folder; options.py says what it compares."""
 
 import contextlib
-import glob
 import itertools
 import logging
 import math
@@ -41,7 +40,6 @@ class Comparison:
     def __init__(self, args):
         self.args = args
         self.folder = CorpusFolder(args.out, "comparison", MADE, args.data, args.languages)
-        self.folder.made += map(glob.escape, args.systems)
         if args.device == "cuda" and not has_gpu():
             raise BadInput("--preset: expected cpu on a machine without a GPU, got gpu")
         self.searches, self.points, self.planned, self.failures = {}, {}, set(), {}

@@ -158,10 +158,9 @@ def plan(args, has_data=True):
     if args.overrides or not args.dry_run:
         configs.check_options(config, path.stem)
     on_cpu, devices = choose_devices(args, recipe, config)
-    if args.nodes > 1 and not args.rendezvous:
-        raise BadInput("--rendezvous: expected HOST[:PORT] with --nodes, got none")
-    if args.nodes == 1 and args.rendezvous:
-        raise BadInput(f"--rendezvous: expected none without --nodes, got {args.rendezvous}")
+    if (args.nodes > 1) != bool(args.rendezvous):
+        wanted = "HOST[:PORT] with several --nodes" if args.nodes > 1 else "none without --nodes"
+        raise BadInput(f"--rendezvous: expected {wanted}, got {args.rendezvous or 'none'}")
     processes = devices * args.nodes
 
     data = configs.chosen_folder(args.data, config, "task.data", name).absolute()
