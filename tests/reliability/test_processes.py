@@ -32,7 +32,7 @@ def test_restarts(capsys):
     assert alone.command[0].endswith("/torchrun")  # which starts it again
     with pytest.raises(SystemExit):
         planned("iwslt14_de_en/talkconv", "--restarts=-1")
-    assert "--restarts: expected at least 0, got -1" in capsys.readouterr().err
+    assert "--restarts: expected a whole number of at least 0, got -1" in capsys.readouterr().err
 
 
 def free_port():

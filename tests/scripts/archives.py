@@ -29,7 +29,7 @@ def text(lines):
 
 
 def archive(path, files):
-    """Write ``{name: text or bytes}`` as a tar, gzipped unless the path ends with .tar, or zip."""
+    """Write ``{name: text or bytes}`` as a zip or a tar, gzipped but for .tar and .bz2."""
     path.parent.mkdir(parents=True, exist_ok=True)
     files = {
         name: content.encode() if isinstance(content, str) else content
@@ -40,7 +40,8 @@ def archive(path, files):
             for name, content in files.items():
                 file.writestr(name, content)
         return path
-    with tarfile.open(path, "w" if path.suffix == ".tar" else "w:gz") as file:
+    compression = {".tar": "", ".bz2": "bz2"}.get(path.suffix, "gz")
+    with tarfile.open(path, f"w:{compression}") as file:
         for name, content in files.items():
             member = tarfile.TarInfo(name)
             member.size = len(content)

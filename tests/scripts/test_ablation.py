@@ -42,7 +42,7 @@ def test_goes_on_and_counts_what_diverged(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(ablation, "score", score)
     start = ["--data", str(tmp_path), "--results", str(tmp_path / "x/ablation.json")]
-    start += ["--rows", "ablation_1_one_window", "ablation_2_normalised", "--seeds", "1", "2"]
+    start += ["--rows", "ablation_1_one_window,ablation_2_normalised", "--seeds", "1,2"]
     assert ablation.main(start) == 1
     assert "ablation_2_normalised, seed 2: train.py failed" in capsys.readouterr().err
     made = made[:2]

@@ -139,7 +139,7 @@ def test_too_few_files_name_the_pattern(tmp_path, refusal):
 def test_the_last_of_no_files_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         run(tmp_path, tmp_path, "--last-epochs", 0)
-    assert "--last-epochs: expected at least 1, got 0" in capsys.readouterr().err
+    assert "--last-epochs: expected a whole number of at least 1, got 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -171,6 +171,12 @@ def test_a_file_that_would_run_code_is_refused(tmp_path, refusal):
     path = tmp_path / "evil.pt"
     torch.save({"model": {}, "args": Path(tmp_path)}, path)
     assert "the unsafe type pathlib" in refusal(path)
+
+
+def test_the_folder_of_the_output_is_made(tmp_path):
+    path = write(tmp_path / "1.pt", {"w": torch.ones(2)})
+    assert average.main(["--inputs", path, "--output", str(tmp_path / "new/averaged.pt")]) == 0
+    assert (tmp_path / "new/averaged.pt").exists()
 
 
 def test_an_output_that_exists_needs_force(tmp_path, capsys):

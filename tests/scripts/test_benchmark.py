@@ -210,6 +210,12 @@ def test_faster_than_attention(tmp_path):
     assert both[SDPA]["speed_up"] >= (12 if alone() else 4), printed
 
 
+def test_peers_that_are_not_there(benchmark, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.parse(["--only", "graph|Talk"])
+    assert "--only: expected parts of copy | TaLK | " in capsys.readouterr().err
+
+
 def test_it_refuses_to_measure_a_wrong_operator(benchmark, monkeypatch):
     right = benchmark.talk_conv
     monkeypatch.setattr(benchmark, "talk_conv", lambda *arguments: 1.001 * right(*arguments))

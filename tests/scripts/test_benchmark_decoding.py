@@ -123,9 +123,9 @@ def test_an_interrupted_run_loses_nothing(benchmark, run, monkeypatch, tmp_path)
         ),
         ("--models talkconv,talkconv", "--models: expected different values, got talkconv,"),
         ("--beams 5,5", "--beams: expected different values, got 5,5"),
-        ("--beams 0", "--beams: expected at least 1, got 0"),
+        ("--beams 0", "--beams: expected a whole number of at least 1, got 0"),
         ("--width 36", "--width: expected a multiple of 2 x 4 heads, got 36"),
-        ("--vocabulary 4", "--vocabulary: expected at least 5, got 4"),
+        ("--vocabulary 4", "--vocabulary: expected a whole number of at least 5, got 4"),
     ],
 )
 def test_bad_options(run, capsys, options, message):

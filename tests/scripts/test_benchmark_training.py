@@ -199,7 +199,8 @@ def test_a_wrong_operator_is_not_measured(benchmark, run, monkeypatch):
         ("--models convs2s", "--models: expected some of talkconv, .*, got convs2s"),
         ("--precisions float16", "--precisions: expected a GPU for float16, got a CPU"),
         ("--width 20", "--width: expected a multiple of 2 x 4 heads, got 20"),
-        ("--turns 0", "--turns: expected at least 1, got 0"),
+        ("--task lm --tokens 64 --max-tokens 63", "--max-tokens: expected at least a block of 64"),
+        ("--turns 0", "--turns: expected a whole number of at least 1, got 0"),
     ],
 )
 def test_bad_options(benchmark, capsys, options, message):

@@ -71,9 +71,12 @@ def test_parameters_are_within_two_percent(tmp_path, preset, task):
         (["--preset", "cpu_small", "--task", "summ"], "--preset: expected cpu with --task summ"),
         (["--preset", "cpu_small", "--systems", "talkconv"], "--systems: expected some of talk"),
         (["--warmup", "400,1600"], "--warmup: expected less than 1600 updates, got 1600"),
-        (["--warmup", "0"], "--warmup: expected at least 1, got 0"),
+        (["--warmup", "0"], "--warmup: expected a whole number of at least 1, got 0"),
         (["--tokens", "512"], "--tokens: expected none without --task lm"),
-        (["--task", "lm", "--tokens", "64"], "--tokens: expected at least 65, got 64"),
+        (
+            ["--task", "lm", "--tokens", "64"],
+            "--tokens: expected a whole number of at least 65, got 64",
+        ),
         (["--task", "lm", "--tokens", "1025"], "--tokens: expected at most a batch of 1024"),
     ],
 )
@@ -88,7 +91,7 @@ def test_options_that_cannot_be_used(tmp_path, capsys, arguments, expected):
 def test_numbers_that_cannot_be_used(tmp_path, capsys, option, value):
     with pytest.raises(SystemExit):
         sweep.main([f"{option}={value}", "--out", str(tmp_path / "run")])
-    expected = f"{option}: expected at least 1, got {value}"
+    expected = f"{option}: expected a whole number of at least 1, got {value}"
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
@@ -252,6 +255,7 @@ def test_a_process_begins_anew_where_its_environment_does_not_suit(monkeypatch):
     assert environment["CUDA_VISIBLE_DEVICES"] == "" and CPU_ENVIRONMENT.items() <= (
         environment.items()
     )
+    assert environment["TALK_MATMUL_PRECISION"] == "medium"
     assert fairseq.Commands("cuda").environment["CUDA_VISIBLE_DEVICES"] == "2"
     assert fairseq.Commands("cpu").environment["CUDA_VISIBLE_DEVICES"] == ""
     fairseq.set_environment("cuda")
@@ -260,3 +264,6 @@ def test_a_process_begins_anew_where_its_environment_does_not_suit(monkeypatch):
         monkeypatch.setenv(name, value)
     fairseq.set_environment("cpu")
     assert len(begun) == 2
+    monkeypatch.setenv("TALK_MATMUL_PRECISION", "highest")  # the caller's stays
+    fairseq.set_environment("cpu")
+    assert len(begun) == 2 and fairseq.environment_of("cpu")["TALK_MATMUL_PRECISION"] == "highest"

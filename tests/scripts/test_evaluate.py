@@ -371,6 +371,11 @@ def test_data_of_ones_own_needs_no_script_but_all_keys(verses, tmp_path):
             evaluate.read_prepared(EN_DE, tmp_path)
 
 
+def test_paths_that_fairseq_would_split_are_refused(capfd, verses):
+    line = refusal(capfd, EN_DE, "a:b.pt", "--data", verses, *SPANISH)
+    assert line.startswith("CHECKPOINTS: expected a path without ':', got ")
+
+
 @pytest.mark.parametrize("options", [["--split", "valid"], ["--tune"]])
 def test_a_split_that_is_not_there_is_refused_at_once(verses, trained, tmp_path, options):
     shutil.copytree(verses, tmp_path / "data")

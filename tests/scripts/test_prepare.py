@@ -218,7 +218,7 @@ def test_pretokenized_data_is_taken_as_it_is(tmp_path, capfd):
     other = ("iwslt14_de_en", "--pretokenized", tmp_path, "--output", output)
     assert f"--pretokenized: expected {given} of {output}" in refusal(capfd, *other)
     other = ("iwslt14_de_en", "--data", tmp_path, "--output", output)
-    assert f"--pretokenized: expected {given} of {output}" in refusal(capfd, *other)
+    assert f"--pretokenized: expected {given} of {output}, got none;" in refusal(capfd, *other)
 
 
 def tokenized(name, folder, **splits):
@@ -322,6 +322,20 @@ def test_a_killed_run_goes_on_with_the_stage_it_was_in(tmp_path, monkeypatch, ca
     assert {path: path.stat().st_mtime_ns for path in output.iterdir()} == before
     (output / "prepared.json").unlink()
     assert "which holds other things" in refusal(capfd, *arguments, "--restart")
+
+
+def test_what_was_unpacked_is_kept_while_no_stage_is_done(tmp_path, capfd):
+    data = archives.iwslt14_de_en(tmp_path / "data")
+    arguments = ["iwslt14_de_en", "--data", data, "--output", tmp_path / "out"]
+    assert "expected 174,443, got 300" in refusal(capfd, *arguments)
+    (extracted,) = (tmp_path / "out.partial/made/extracted").iterdir()
+    (extracted / "kept").touch()
+    assert "expected 174,443, got 300" in refusal(capfd, *arguments)
+    assert (extracted / "kept").exists()
+    refusal(capfd, *arguments, "--vocabulary", 400)
+    assert extracted.exists() and not (extracted / "kept").exists()
+    (tmp_path / "out.partial/settings.json").write_text("{")
+    assert prepare(*arguments, "--other-counts", "--vocabulary", 400, "--restart") == 0
 
 
 def test_a_host_that_is_gone(tmp_path, capfd):
@@ -483,8 +497,9 @@ def test_archives_that_cannot_be_used(tmp_path, capfd, harm, expected):
     assert not [path for path in extracted.glob("*") if path.suffix != ".partial"]
 
 
-def test_a_zip_that_is_damaged(tmp_path):
-    path = archives.archive(tmp_path / "some.zip", {"wiki.test.tokens": "= A =\n" * 1000})
+@pytest.mark.parametrize("name", ["some.zip", "some.tar.bz2"])
+def test_an_archive_that_is_damaged(tmp_path, name):
+    path = archives.archive(tmp_path / name, {"wiki.test.tokens": "= A =\n" * 1000})
     content = bytearray(path.read_bytes())
     content[50] ^= 0xFF
     path.write_bytes(content)
@@ -527,7 +542,7 @@ def test_what_is_there_twice(tmp_path):
     "arguments, expected",
     [
         (["--data", "/no/such"], "--data: expected a folder, a file or an address, got /no/such"),
-        (["--workers", "0"], "--workers: expected at least 1, got 0"),
+        (["--workers", "0"], "--workers: expected a whole number of at least 1, got 0"),
         (["--pretokenized", "d", "--data", "e"], "--pretokenized: expected no --data"),
         (["--pretokenized", "d", "--vocabulary", "9"], "--download or --vocabulary"),
         (["--pretokenized", "/no/such"], "No such file or directory: '/no/such/train.de'"),

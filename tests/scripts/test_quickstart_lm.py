@@ -118,10 +118,10 @@ def test_a_corpus_that_cannot_be_used(verses, tmp_path, damage, expected):
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        (["--minutes", "1.5"], "--minutes: expected at least 2, got 1.5"),
+        (["--minutes", "1.5"], "--minutes: expected a number of at least 2, got 1.5"),
         (["--minutes"], "--minutes: expected a value"),
-        (["--updates", "0"], "--updates: expected at least 1, got 0"),
-        (["--updates", "2.5"], "--updates: expected at least 1, got 2.5"),
+        (["--updates", "0"], "--updates: expected a whole number of at least 1, got 0"),
+        (["--updates", "2.5"], "--updates: expected a whole number of at least 1, got 2.5"),
         (["--prompt", ""], "--prompt: expected one line, got ''"),
         (["--prompt", "two\nlines"], r"--prompt: expected one line, got 'two\nlines'"),
         (["--lang", "fr"], "train.fr: no such file"),

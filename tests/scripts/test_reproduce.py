@@ -152,9 +152,15 @@ def test_bad_input_is_one_line_before_anything_is_made(capfd, tmp_path):
     assert refusal(name, *here, "--dta", "x") == (
         "reproduce.sh: unrecognized arguments: --dta x (see --help)"
     )
-    assert "--average: expected at least 1, got 0" in refusal(name, "--average", 0, *here)
+    assert "--average: expected a whole number of at least 1, got 0" in refusal(
+        name, "--average", 0, *here
+    )
     assert "optimization.max_updat: Key" in refusal(name, *here, "optimization.max_updat=3")
     assert "expected GROUP.KEY=VALUE, got 'twice'" in refusal(name, "twice", *here)
+    split = (name, *here, "--data", "x", "--data-bin", "a:b")
+    assert "--data: expected a path without ':', got " in refusal(*split)
+    quoted = refusal(name, *here, "--data", "x", "--prepare", "'a")
+    assert quoted == """reproduce.sh: --prepare: expected words of a shell, got "'a\""""
     averaged = ("iwslt14_de_en/talkconv_ema", "--average", 5, "--data", "x")
     assert "--average: expected 1 of a row with a moving" in refusal(*averaged, *here)
     averaged = ("iwslt14_de_en/talkconv_ema", "--data", "x", "checkpoint.keep_last_epochs=10")

@@ -56,7 +56,7 @@ def test_the_command_trains_and_scores(tmp_path, capsys):
         ("--tasks", "lag5,lag5", "different values, got lag5,lag5"),
         ("--systems", "rnn", "some of talkconv, "),
         ("--systems", "talkconv,lightconv,talkconv", "different values, got talkconv,"),
-        ("--steps", "0", "at least 1, got 0"),
+        ("--steps", "0", "a whole number of at least 1, got 0"),
         ("--lr", "0", "a positive number, got 0"),
         ("--lr", "1e-3,inf", "a positive number, got inf"),
         ("--lr", "1e-3,0.001", "different values, got 1e-3,0.001"),

@@ -9,7 +9,7 @@ of a copy of x. It counts what has to move: forward, x, the offsets and the outp
 output's gradient, x and the offsets, and their gradients. TaLK's backward pass is measured alone,
 too, from one forward pass.
 
-Prints tables, and writes PREFIX.json after each length, dtype and mode.
+Prints tables, and writes PREFIX.json after each turn.
 """
 
 import contextlib
@@ -305,13 +305,18 @@ def parse(arguments=None):
     """Return the options."""
     parser = harness.option_parser("benchmark_talk_conv.py", __doc__, 7, 5, "results/talk_conv")
     add = parser.add_argument
-    add("--lengths", type=several(at_least(1)), default=[10, 100, 1000, 10_000, 100_000])
-    add("--dtypes", type=several(one_of(BOUNDS)), default=["float32", "bfloat16"])
+    add("--lengths", type=several(at_least(1)), default=[10, 100, 1000, 10_000, 100_000],
+        metavar="T,T", help="(default: 10,100,1000,10000,100000)")  # fmt: skip
+    add("--dtypes", type=several(one_of(BOUNDS)), default=["float32", "bfloat16"],
+        metavar="A,B", help="(default: float32,bfloat16)")  # fmt: skip
     for name, letter, size in zip(("batch", "channels", "heads"), "BCH", SIZES):
         add(f"--{name}", type=at_least(1), default=size, help=f"{letter} (default: {size})")
     add("--only", type=lambda text: text.split("|"), default=[""], metavar="A|B",
         help="peers with one of these in their name")  # fmt: skip
     args = parser.parse_args(arguments)
+    for part in args.only:
+        if not any(part in name for name in PEERS):
+            parser.error(f"--only: expected parts of {' | '.join(PEERS)}, got {part}")
     if args.channels % args.heads:
         parser.error(f"--heads: expected a divisor of {args.channels} channels, got {args.heads}")
     return args

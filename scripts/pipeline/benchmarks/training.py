@@ -1,7 +1,7 @@
 """Training steps through fairseq's own trainer: TaLK beside the Transformer and its relatives.
 
     benchmark_training.py                  translation at IWSLT's size, on a GPU where there is one
-    benchmark_training.py --task lm        language models, in blocks of 3,072 tokens
+    benchmark_training.py --task lm        language models (by default --ffn 2048, --heads 8)
     benchmark_training.py --precisions float32,bfloat16 --models talkconv,transformer
     benchmark_training.py --profile        then the operators that take most of a step
 
@@ -158,6 +158,9 @@ def parse(arguments=None):
     args.precisions = args.precisions or ["float32", *on_gpu]
     args.max_tokens = args.max_tokens or (args.tokens if lm else 4000)
     args.batches = args.batches or TASKS[args.task]["batches"]
+    if lm and args.max_tokens < args.tokens:
+        least, got = args.tokens, args.max_tokens
+        parser.error(f"--max-tokens: expected at least a block of {least}, got {got}")
     if lm and args.output is parser.get_default("output"):  # not a path that was given
         args.output = args.output.with_name("training_lm")
     args.sizes = models.chosen_sizes(parser, args, TASKS[args.task]["sizes"])
@@ -168,7 +171,8 @@ def main(arguments=None):
     """Run the command; `arguments` are those of the command line by default."""
     args = parse(arguments)
     operator.check(args.precisions, args.device)
-    facts = {name: getattr(args, name) for name in ("optimizer", "max_tokens", "tokens", "batches")}
+    facts = {name: getattr(args, name) for name in ("optimizer", "max_tokens", "batches")}
+    facts |= {"tokens": args.tokens} if args.task == "lm" else {}
     report = harness.Report(args, "talkconv", sizes=vars(args.sizes), **facts)
     batches = build_batches(args)
     for precision in args.precisions:

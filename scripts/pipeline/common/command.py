@@ -81,11 +81,13 @@ def parser(name, description):
 def at_least(least, kind=int):
     """Return a type for argparse: a finite number of `kind` that is not below `least`."""
 
+    wanted = f"a {'whole number' if kind is int else 'number'} of at least {least}"
+
     def parse(text):
         with contextlib.suppress(ValueError):
             if least <= kind(text) < math.inf:
                 return kind(text)
-        raise argparse.ArgumentTypeError(f"expected at least {least}, got {text}")
+        raise argparse.ArgumentTypeError(f"expected {wanted}, got {text}")
 
     return parse
 

@@ -16,26 +16,27 @@ from pipeline.common.logs import statistics
 from pipeline.common.paths import PROGRAMS, ROOT
 
 # Threads that spin while they wait starve each other as soon as anything else runs. Memory is kept
-# instead of being handed back to the system after each tensor: a tenth faster. Matrix products are
-# in bfloat16 on processors that have them in hardware, where training takes about half the time.
+# instead of being handed back to the system after each tensor: a tenth faster.
 CPU_ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_WAIT_POLICY": "PASSIVE",
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "4000000000",
     "MALLOC_TOP_PAD_": "64000000",
-    "TALK_MATMUL_PRECISION": "medium",
 }
+PRECISION = "TALK_MATMUL_PRECISION"
 TAIL = 15  # lines of a log that an error shows
 
 
 def environment_of(device):
     """Return the environment of programs on a device: "cuda", with one GPU, or "cpu", with none.
 
-    fairseq starts a process for each GPU that it sees, also with ``--cpu``.
+    fairseq starts a process for each GPU that it sees, also with ``--cpu``. Unless the caller's
+    environment names another precision, matrix products are in bfloat16 on processors that have it
+    in hardware, where training takes about half the time.
     """
     if device == "cpu":
-        return CPU_ENVIRONMENT
+        return CPU_ENVIRONMENT | {PRECISION: os.environ.get(PRECISION, "medium")}
     return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}
 
 
@@ -174,16 +175,6 @@ def generation(line):
         return done / count, f"batch {done:,} of {count:,}"
 
 
-def updates_of(checkpoint):
-    """Return the number of updates in the name ``checkpoint_EPOCH_UPDATES.pt``."""
-    return int(checkpoint.stem.rpartition("_")[2])
-
-
-def numbered(folder):
-    """Return the checkpoints of a run that name a number of updates, the newest last."""
-    return sorted(folder.glob("checkpoint_*_*.pt"), key=updates_of)
-
-
 def resuming(folder, origin=None):
     """Return the words to go on from checkpoint_last.pt, as fairseq does, or begin at `origin`."""
     begins = origin and origin.exists() and not (folder / "checkpoint_last.pt").exists()
@@ -195,8 +186,9 @@ def last_checkpoints(folder, updates, count):
 
     The last update's has no number in its name if it ends an epoch.
     """
-    paths = numbered(folder)
+    named = {int(path.stem.rpartition("_")[2]): path for path in folder.glob("checkpoint_*_*.pt")}
+    paths = [named[number] for number in sorted(named)]
     last = folder / "checkpoint_last.pt"
-    if (not paths or updates_of(paths[-1]) != updates) and last.exists():
+    if updates not in named and last.exists():
         paths.append(last)
     return paths[-count:]

@@ -88,7 +88,7 @@ class Folder:
             write_json(self.settings, settings)
 
     def acquire(self, name="lock", wait=0):
-        """Make and lock the folder, to be closed; a file system without locks goes without one.
+        """Make the folder, and lock it until `close` where the file system has locks.
 
         Raises BadInput if another run holds the lock, also after `wait` seconds.
         """

@@ -116,7 +116,7 @@ def read_runs(path):
 
 
 def generated_file(path):
-    """Return a file, or of the folder of ``--results-path`` the one ``generate-SPLIT.txt``.
+    """Return `path` if it is a file, or the ``generate-SPLIT.txt`` of a ``--results-path``.
 
     Raises ValueError if there is none or there are several.
     """

@@ -4,7 +4,7 @@
 def markdown(headers, rows):
     """Return a table of texts: the first column on the left, the others on the right.
 
-    A cell that is None is empty. By hand, as scripts/gpu_report.sh runs with torch and cupy alone.
+    A cell that is None is empty. By hand: scripts/gpu_report.sh runs with torch and cupy alone.
     """
     rows = [["" if cell is None else str(cell) for cell in row] for row in [headers, *rows]]
     widths = [max(map(len, column)) for column in zip(*rows)]

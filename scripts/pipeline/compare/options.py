@@ -1,6 +1,6 @@
 """Trains TaLK, Transformer, LightConv, DynamicConv and ConvS2S on the same text, cut into the same
-pieces, with as many parameters, for the same updates on the same batches, with the same schedule
-and seeds. Only the peak learning rate is each system's own, the best of several on the
+pieces, with about as many parameters, for the same updates on the same batches, with the same
+schedule and seeds. Only the peak learning rate is each system's own, the best of several on the
 validation set; with --warmup the warm-up is chosen too. Averages the last checkpoints, scores the
 test set, and measures speed and memory of all systems in turn. Systems and schedules are in
 configs/verses/; --systems takes what you add there. docs/compare.md says how rates and warm-ups are
@@ -131,7 +131,7 @@ def rates_of(name, args):
 
 
 def languages_of(args):
-    """Return by what the files of the corpus end, the target last. Raises BadInput."""
+    """Return the suffixes of the corpus's files, the target's last. Raises BadInput."""
     *source, target = LANGUAGES[args.task]
     if args.source_lang and not source:
         raise BadInput("--source-lang: expected none with --task lm")

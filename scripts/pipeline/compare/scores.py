@@ -14,7 +14,7 @@ import numpy as np
 from pipeline.common.files import read_lines
 from pipeline.common.logs import read_hypotheses
 
-SCORES = {"mt": "bleu", "lm": "perplexity_per_token", "summ": "rouge_l"}  # that a system's is
+SCORES = {"mt": "bleu", "lm": "perplexity_per_token", "summ": "rouge_l"}  # the keys of a score
 LEADS = (*range(3, 31), 40, 50, 75, 100)  # words that a lead baseline may have
 
 

@@ -64,11 +64,9 @@ class Search:
 
     def tried(self, axis):
         """Return ``{rate: loss}`` with the best warm-up so far, or the other way round."""
-        (other,) = {*Point._fields} - {axis}
-        best = getattr(self.best, other)
-        here = [point for point in self.losses if getattr(point, other) == best]
-        here.sort(key=lambda point: float(getattr(point, axis)))
-        return {getattr(point, axis): self.losses[point] for point in here}
+        values = sorted({getattr(point, axis) for point in self.losses}, key=float)
+        points = {value: self.best._replace(**{axis: value}) for value in values}
+        return {value: self.losses[at] for value, at in points.items() if at in self.losses}
 
     def beyond(self, axis, tried, chosen):
         """Return what to try beyond the edge at which the chosen one of several is: one or none."""

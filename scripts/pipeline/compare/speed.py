@@ -23,10 +23,10 @@ def measure_speeds(args, words, checkpoints):
     for what, batches in work.items():
         show(f"measuring {what}")
         # Batch by batch in turn, as other work on the machine comes and goes within seconds.
-        numbered = list(enumerate(batches))
-        calls = {(name, i): partial(steps[name][what], b) for i, b in numbered for name in words}
+        each = range(len(batches))
+        calls = {(name, i): partial(steps[name][what], batches[i]) for i in each for name in words}
         for name, row in rows.items():
-            own = [step for (of, _), step in calls.items() if of == name]
+            own = [calls[name, i] for i in each]
             with operations_counter() as counter:
                 tokens = sum(step() for step in own)  # all, so that what is allocated once is there
             memory = peak_memory(lambda own=own: [step() for step in own], args.device)
@@ -36,7 +36,7 @@ def measure_speeds(args, words, checkpoints):
         for call in in_turn(calls, args.turns):
             seconds[call].append(timed(calls[call]))
         for name, row in rows.items():
-            turns = [sum(turn) for turn in zip(*(seconds[name, i] for i in range(len(batches))))]
+            turns = [sum(turn) for turn in zip(*(seconds[name, i] for i in each))]
             row[what] |= {"turns": turns, "seconds": statistics.median(turns)}
     sentences = sum(batch["id"].numel() for batch in work["generation"])
     for row in rows.values():
@@ -65,7 +65,7 @@ def operations_counter():
 
 
 def build_measured(args, words, checkpoint):
-    """Return the steps of a trained model, which have a copy of it each.
+    """Return the steps of a trained model, each with a copy of it.
 
     They are ``{"training": step(batch), "generation": step(batch)}``, and return the tokens of the
     batch's target, or of the best hypotheses.

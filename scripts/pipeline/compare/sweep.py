@@ -61,6 +61,7 @@ class Comparison:
             "rates": args.lr,
             **({"warmups": args.warmup} if args.warmup else {}),
             "vocabulary": VOCABULARY,
+            "precision": fairseq.environment_of(args.device).get(fairseq.PRECISION),
             "training": training_flags(args, {}, "RATE"),
             "averaged": args.schedule.averaged,
             "generation": {} if args.task == "lm" else beam_search(args),
@@ -234,7 +235,7 @@ class Comparison:
         try:
             self.once("measuring speed and memory, in turn", path, make)
         except Exception as error:  # the scores are not lost for it
-            self.fail("speeds", "any", error, "speeds")
+            self.fail("speeds", None, error, "speeds")
             return {}
         return read_json(path)
 
@@ -292,8 +293,9 @@ def compare(arguments=None):
         comparison.open_folder()
         write_results(args.out, comparison.go())
     if comparison.failures:
-        failed = ", ".join(f"{name} (seed {seed})" for name, seed in comparison.failures)
-        raise Failed(f"failed: {failed}")
+        runs = comparison.failures
+        failed = [f"{name} (seed {seed})" if seed else name for name, seed in runs]
+        raise Failed(f"failed: {', '.join(failed)}")
 
 
 def main(arguments=None):

@@ -2,7 +2,6 @@
 
 import fcntl
 import filecmp
-import gzip
 import lzma
 import re
 import subprocess
@@ -17,8 +16,8 @@ from pipeline.common.files import remove
 
 URL = re.compile(r"(https?|ftp|file)://", re.IGNORECASE)
 # What reading a damaged archive raises.
-DAMAGED = (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError)
-DAMAGED += (lzma.LZMAError, RuntimeError)  # the last of what zipfile cannot unpack
+DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, lzma.LZMAError)
+DAMAGED += (RuntimeError, OSError)  # of what zipfile cannot unpack; of gzip and bz2
 
 
 def download(url, folder):
@@ -122,6 +121,8 @@ def unpack(archive, names, folder):
                 while file.fileobj.read(1 << 20):  # to the checksum of the gzip
                     pass
     except DAMAGED as error:
+        if getattr(error, "errno", None):
+            raise  # of the disk
         reason = str(error).partition(":\n")[0]
         raise ValueError(f"{archive}: expected a whole tar or zip archive: {reason}") from None
     partial.rename(folder)

@@ -295,16 +295,17 @@ def prepare(prep):
     if ready.exists() and not restart:
         there, again = read_json(ready).get("settings", {}), "--restart prepares it again"
         for name in ("vocabulary", "pretokenized"):
-            given, had = getattr(prep.args, name), there.get(name)
-            if given != had and (given or name == "pretokenized"):
+            given, had = getattr(prep.args, name) or "none", there.get(name) or "none"
+            if given != had and (given != "none" or name == "pretokenized"):
                 raise BadInput(f"--{name}: expected {had} of {output}, got {given}; {again}")
         print(f"{output} is ready; {again}")
         return
     with closing(Folder(prep.folder.parent, "preparation", ["made"], "--output")) as folder:
         settings = prep.prepared["settings"]
-        others = read_json(folder.settings, settings) != settings
-        begun = (prep.folder / "prepared.json").exists()  # a stage of others is not thrown away
-        folder.open(settings, restart or (others and not begun))
+        if not restart and not (prep.folder / "prepared.json").exists():  # no stage is done
+            there = read_json(folder.settings, settings)
+            restart = there | settings != there  # what others have unpacked is of no use
+        folder.open(settings, restart)
         go_on(prep)
         remove(output)
         prep.folder.rename(output)

@@ -39,8 +39,6 @@ def panel_grid(count, columns, width, height):
 def add_legend(figure, axes, columns):
     """Add one legend for all `axes`, below them."""
     pairs = (pair for axis in axes for pair in zip(*axis.get_legend_handles_labels()))
-    found = {}
-    for handle, label in pairs:
-        found.setdefault(label, handle)
+    found = {label: handle for handle, label in pairs}
     columns = min(columns, len(found))
     figure.legend(found.values(), found, loc="outside lower center", frameon=False, ncols=columns)

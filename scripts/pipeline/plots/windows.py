@@ -276,7 +276,7 @@ def windows_figure(tokens, layers, title):
     cell = min(0.42, max(0.16, 2.6 / T))  # inches; a word on either axis needs some 0.15
     words = labels(tokens)
     margin = 0.3 + max(map(len, words)) * 0.07
-    columns = min(len(layers), math.ceil(math.sqrt(2 * len(layers))))
+    columns = math.ceil(math.sqrt(2 * len(layers)))
     width, height = max(cell * T, 2.3) + margin, max(cell, 0.011 * H) * T + margin + 0.3
     figure, axes = panel_grid(len(layers), columns, width, height)
     figure.suptitle(title, x=0.01, ha="left", size=11)
@@ -344,7 +344,7 @@ def parse(arguments=None):
     add("--data", metavar="FOLDER", type=Path, help="dictionaries (default: those of the training)")
     add("--user-dir", metavar="FOLDER", type=Path, help="your own models, as for fairseq-train")
     add("--sentencepiece", metavar="MODEL", type=Path, help="cuts text into pieces")
-    add("--output", metavar="PREFIX", type=Path, default=Path("windows"), help="default: windows")
+    add("--output", metavar="PREFIX", type=Path, default=Path("windows"), help="(default: windows)")
     args = parser.parse_args(arguments)
     if args.text is None and args.corpus is None:
         parser.error("--text: expected a sentence, or --corpus, got neither")

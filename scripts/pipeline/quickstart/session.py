@@ -58,7 +58,7 @@ class Session:
 
     Args:
         args: of a parser as `options` returns it.
-        languages: one or two, by which the files of the corpus end.
+        languages: one or two, the suffixes of the corpus's files.
         config: the name of a YAML file in ``configs/verses``, of which `settings` becomes the
             section for this device and these minutes.
 

@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 
 from pipeline.common import command
-from pipeline.common.command import BadInput, Failed, in_shell, run_module
+from pipeline.common.command import BadInput, Failed, in_shell, one_of, run_module, several
 from pipeline.common.files import read_json, write_json
 from pipeline.common.paths import ROOT
 from pipeline.common.tables import markdown
@@ -27,8 +27,8 @@ def parse(arguments):
         help=f"folder of the runs (default: checkpoints/{BENCHMARK}/ablation)")  # fmt: skip
     add("--results", type=Path, default=ROOT / "results" / BENCHMARK / "ablation.json",
         help=f"file of the scores (default: results/{BENCHMARK}/ablation.json)")  # fmt: skip
-    add("--rows", nargs="+", choices=names, default=names, metavar="ROW", help=" ".join(names))
-    add("--seeds", type=int, nargs="+", default=range(1, 6), metavar="N", help="(default: 1 to 5)")
+    add("--rows", type=several(one_of(names)), default=names, metavar="A,B", help=",".join(names))
+    add("--seeds", type=several(int), default=range(1, 6), metavar="A,B", help="(default: 1 to 5)")
     add("--cpu", action="store_true", help="use no GPU")
     add("--dry-run", action="store_true", help="print the command of each step and stop")
     return parser.parse_intermixed_args(arguments)

@@ -120,6 +120,7 @@ def main(arguments=None):
         elif folders := [path for path in paths if os.path.isdir(path)]:
             wanted = "files, or a folder with a choice such as --last-epochs 5"
             raise ValueError(f"--inputs: expected {wanted}, got the folder {folders[0]}")
+        os.makedirs(os.path.dirname(args.output) or ".", exist_ok=True)
         save(average_checkpoints(paths), args.output)
         print(f"{args.output}: the average of {' '.join(map(str, paths))}")
 

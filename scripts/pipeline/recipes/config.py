@@ -110,10 +110,9 @@ def hydra_words(overrides):
 
 
 def with_overrides(config, overrides):
-    """Return a copy of `config` with ``["GROUP.KEY=VALUE", …]``, read as YAML, in it.
+    """Return a copy of `config` with ``["GROUP.KEY=VALUE", …]``, read as Hydra reads them, in it.
 
-    Raises BadInput for a value that Hydra, which reads it for training, takes for another: YAML
-    takes ``no`` for false, Hydra for a word.
+    Raises BadInput for what Hydra, which reads them for training, cannot read.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -122,21 +121,13 @@ def with_overrides(config, overrides):
         if not re.match(r"\+{0,2}\w+\.[\w.]+=", override):
             raise BadInput(f"overrides: expected GROUP.KEY=VALUE, got {override!r}")
     try:
-        given = [OmegaConf.from_dotlist([override.lstrip("+")]) for override in overrides]
-    except (yaml.YAMLError, OmegaConfBaseException):
-        raise BadInput(f"overrides: expected YAML after =, got {' '.join(overrides)}") from None
-    try:
         words = OverridesParser.create().parse_overrides(hydra_words(overrides))
     except HydraException as error:
         raise BadInput(f"overrides: {str(error).partition(chr(10))[0]}") from None
-    for config_of_one, word in zip(given, words):
-        of_yaml = flat(OmegaConf.to_container(config_of_one))
-        of_hydra = flat({word.key_or_group: word.value()})
-        if of_yaml != of_hydra:
-            got = f"got {[*of_yaml.values()]} and {[*of_hydra.values()]}"
-            expected = f"{word.key_or_group}: expected a value that YAML and Hydra read alike"
-            raise BadInput(f"{expected}, {got}")
-    return OmegaConf.merge(config, *given)
+    config = OmegaConf.merge(config)
+    for word in words:
+        OmegaConf.update(config, word.key_or_group, word.value(), force_add=True)
+    return config
 
 
 def groups_of(config):

@@ -18,7 +18,7 @@ from sacrebleu.metrics import BLEU, CHRF
 from sacremoses import MosesDetokenizer
 
 from pipeline.common import command
-from pipeline.common.command import BadInput
+from pipeline.common.command import BadInput, check_path
 from pipeline.common.files import read_json, read_lines, write_json, write_lines
 from pipeline.common.folder import Folder
 from pipeline.common.logs import read_hypotheses
@@ -57,7 +57,7 @@ def compound_split(line):
 def scores_by(hypotheses, references, **metrics):
     """Return ``{name: {"score", "tool"}}`` by metrics of sacreBLEU.
 
-    Raises ValueError for other numbers of hypotheses than of references.
+    Raises ValueError unless there is one hypothesis for each reference.
     """
     if (found := len(hypotheses)) != (wanted := len(references)):
         raise ValueError(f"hypotheses: expected {wanted:,}, one a reference, got {found:,}")
@@ -199,6 +199,9 @@ class Evaluation:
         self.ema = bool(OmegaConf.select(self.config, "ema.store_ema"))
         folder = self.checkpoints if self.is_run else self.checkpoints.parent
         self.output = Path(args.output).absolute() if args.output else folder / "evaluation"
+        paths = {"--data": self.data, "CHECKPOINTS": self.checkpoints, "--output": self.output}
+        for option, path in paths.items():
+            check_path(option, path)
         self.changed = other_settings(self.name, recipe, self.config, folder)
         last, most = self.checkpoints / "checkpoint_last.pt", "optimization.max_update"
         made = updates_of(last) if last.exists() else None

@@ -61,14 +61,18 @@ def steps_of(args):
     results = Path(args.results or ROOT / "results" / f"{name}.json")
 
     prepare = [word for place in args.data for word in ("--data", place)]
-    prepare += shlex.split(args.prepare)
+    try:
+        prepare += shlex.split(args.prepare)
+    except ValueError:
+        raise BadInput(f"--prepare: expected words of a shell, got {args.prepare!r}") from None
     cpu = words({"cpu": args.cpu})
     where = words({"devices": args.devices}) + cpu
     trained = words({"precision": args.precision}) + args.overrides
     scored = words({"average": args.average, "tune": args.tune}) + args.overrides
 
-    run = ["--save-dir", str(save_dir), *where, *trained, *words({"dry-run": args.dry_run})]
-    *_, config = train.plan(train.parse([args.name, *run]), has_data=False)
+    train_words = [args.name, "--data", data_bin, "--save-dir", save_dir, *trained]
+    planned = [*map(str, train_words), *where, *words({"dry-run": args.dry_run})]
+    *_, config = train.plan(train.parse(planned), has_data=False)
     kept = evaluate.recipe_average(config)[0]
     average = args.average or kept
     configs.check_average(config, average)
@@ -79,7 +83,6 @@ def steps_of(args):
         evaluate.read_prepared(name, data_bin)
     elif benchmark not in BENCHMARKS:
         raise BadInput(f"--data: expected none, as there is no scripts/{script}.sh; see --data-bin")
-    train_words = [args.name, "--data", data_bin, "--save-dir", save_dir, *trained]
     evaluate_words = [args.name, save_dir, "--data", data_bin, "--results", results, *scored]
     steps = [("train", train_words, where), ("evaluate", evaluate_words, cpu)]
     if prepare:
