@@ -73,12 +73,16 @@ for _core in ("core", "_core"):  # a pickle names the module of the numpy that w
 _READING = threading.Lock()
 
 
-def _plain(value):
+def _plain(value, done):
     """Return `value` as it was saved, with arrays as numpy's.
 
     Raises ValueError for tensors with more elements than they have bytes for (an expanded one has
     one for all), and for any but plain tensors of real numbers.
     """
+    # A part may be in many places: each is walked once, or a small file would take forever.
+    if id(value) in done:
+        return done[id(value)][1]
+    made = value
     if isinstance(value, torch.Tensor):
         plain = type(value) in (torch.Tensor, torch.nn.Parameter)
         plain = plain and value.layout == torch.strided and value.device.type != "meta"
@@ -88,17 +92,18 @@ def _plain(value):
         if value.numel() * value.element_size() > held:
             raise ValueError(f"a tensor of {tuple(value.shape)} in {held:,} bytes")
     elif isinstance(value, PlainArray):
-        return value.array
+        made = value.array
     elif isinstance(value, dict):
         for key in value:
-            value[key] = _plain(value[key])
+            value[key] = _plain(value[key], done)
     elif isinstance(value, list):
-        value[:] = map(_plain, value)
+        value[:] = [_plain(part, done) for part in value]
     elif type(value) is tuple:
-        return tuple(map(_plain, value))
+        made = tuple(_plain(part, done) for part in value)
     elif isinstance(value, argparse.Namespace):
-        _plain(vars(value))
-    return value
+        _plain(vars(value), done)
+    done[id(value)] = value, made  # kept, or its id could become another's
+    return made
 
 
 def one_line(text, longest=100):
@@ -127,7 +132,7 @@ def read_checkpoint(file, map_location="cpu", mmap=False):
         file.seek(0)
         with _READING, torch.serialization.safe_globals(_NUMPY):
             state = torch.load(path if mmap else file, map_location, weights_only=True, mmap=mmap)
-        state = _plain(state)
+        state = _plain(state, {})
     except MemoryError:
         raise
     except Exception as error:  # a truncated file has raised ten kinds of them

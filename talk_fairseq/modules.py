@@ -16,7 +16,7 @@ from talk_fairseq.ops.state import (
     TaLKConvState,
     compute_dtype,
     reorder_rings,
-    whole_tokens,
+    whole_number,
 )
 from talk_fairseq.ops.talk_conv import talk_conv, talk_conv_update_unchecked
 
@@ -65,7 +65,7 @@ def _head_windows(heads, largest):
     end = math.log2(max(largest, 1))
     start = end if heads == 1 else min(1, end)
     # In float32 whatever PyTorch's default dtype is: they must follow from the options alone.
-    powers = torch.linspace(start, end, heads, dtype=torch.float32)
+    powers = torch.linspace(start, end, heads, dtype=torch.float32, device="cpu")
     return (2**powers).round().long().clamp(max=largest).int()
 
 
@@ -81,7 +81,8 @@ class TaLKConv(_RetainsDropout):
         max_left: the largest window to the left, in tokens.
         max_right: the same to the right; 0 makes the module causal, without a right offset.
         offset_dropout: probability of dropping an offset, which shrinks that side to nothing.
-        normalize: divide by ``max_left + max_right + 1`` (section 3.2); off in an ablation only.
+        normalize: divide by ``max_left + max_right + 1`` (section 3.2), or with `spread_windows`
+            by the tokens of the head's own largest window; off in an ablation only.
         spread: begin with windows of all lengths, by the biases of the offsets; without it, each
             head begins with about half of the largest window. Not in the paper.
         slow: begin with weights of 0 from tokens to offsets, and divide them by ``sqrt(C)``, so
@@ -94,8 +95,8 @@ class TaLKConv(_RetainsDropout):
             of one variance. Not in the paper.
 
     Raises:
-        ValueError: H does not divide C, a window is negative, a probability is outside [0, 1), or
-            `root_normalize` without `normalize`.
+        ValueError: H does not divide C, a number is negative or not whole, a probability is outside
+            [0, 1), or `root_normalize` without `normalize`.
     """
 
     def __init__(
@@ -112,16 +113,17 @@ class TaLKConv(_RetainsDropout):
         root_normalize=False,
     ):
         super().__init__()
-        if heads < 1 or channels < 1 or channels % heads:
+        channels, heads = whole_number("channels", channels, 1), whole_number("heads", heads, 1)
+        if channels % heads:
             raise ValueError(f"heads: expected a divisor of channels = {channels}, got {heads}")
-        self.max_left = whole_tokens("max_left", max_left)
-        self.max_right = whole_tokens("max_right", max_right)
+        self.max_left = whole_number("max_left", max_left)
+        self.max_right = whole_number("max_right", max_right)
         _check_probability("offset_dropout", offset_dropout)
         if root_normalize and not normalize:
             raise ValueError("root_normalize: expected False without normalize, got True")
         self.channels, self.heads = channels, heads
         self.offset_dropout, self.normalize = offset_dropout, normalize
-        self.slow, self.root_normalize = slow, root_normalize
+        self.slow, self.spread_windows, self.root_normalize = slow, spread_windows, root_normalize
         sides = 1 if self.max_right == 0 else 2
         self.offsets = nn.Linear(channels, sides * heads)
         nn.init.xavier_uniform_(self.offsets.weight)
@@ -132,20 +134,21 @@ class TaLKConv(_RetainsDropout):
             with torch.no_grad():
                 self.offsets.bias.copy_(_spread_biases(heads, sides))
         # Integers stay exact in a model of float16, and out of averages: they follow from options.
-        windows = self._largest_windows() if spread_windows else None
-        self.register_buffer("windows", windows, persistent=False)
+        self.register_buffer("windows", None, persistent=False)
+        self._make_windows()
+        # Windows that leave the meta device are made anew: no checkpoint has them.
+        self.register_load_state_dict_post_hook(TaLKConv._make_windows)
 
-    def _largest_windows(self):
-        """Return the largest windows of the heads: to the left and, if not causal, to the right."""
-        sides = (self.max_left, self.max_right) if self.max_right else (self.max_left,)
-        return torch.cat([_head_windows(self.heads, side) for side in sides])
+    def _make_windows(self, *_):
+        """Make the largest windows of the heads: to the left and, if not causal, to the right."""
+        if self.spread_windows:
+            sides = (self.max_left, self.max_right) if self.max_right else (self.max_left,)
+            windows = torch.stack([_head_windows(self.heads, side) for side in sides])
+            self.windows = windows.to(self.offsets.weight.device)
 
     def _apply(self, fn, recurse=True):
-        """Also fill in windows that leave the meta device (`to_empty`): no checkpoint has them."""
-        unmade = self.windows is not None and self.windows.is_meta
         super()._apply(fn, recurse)
-        if unmade and not self.windows.is_meta:
-            self.windows.copy_(self._largest_windows())
+        self._make_windows()
         return self
 
     def extra_repr(self):
@@ -153,7 +156,7 @@ class TaLKConv(_RetainsDropout):
             f"{self.channels}, heads={self.heads}, max_left={self.max_left}, "
             f"max_right={self.max_right}, offset_dropout={self.offset_dropout}, "
             f"normalize={self.normalize}, slow={self.slow}, "
-            f"spread_windows={self.windows is not None}, root_normalize={self.root_normalize}"
+            f"spread_windows={self.spread_windows}, root_normalize={self.root_normalize}"
         )
 
     def predict_offsets(self, x):
@@ -169,8 +172,7 @@ class TaLKConv(_RetainsDropout):
             bias = self.offsets.bias.to(logits.dtype)
             logits = torch.lerp(bias, logits, self.channels**-0.5)
         offsets = torch.sigmoid(logits)
-        if self.dropout_active():
-            offsets = F.dropout(offsets, self.offset_dropout)
+        offsets = F.dropout(offsets, self.offset_dropout, self.dropout_active())
         if self.max_right == 0:
             return self._of_heads(offsets, 0), None
         left, right = offsets.chunk(2, dim=-1)
@@ -181,7 +183,7 @@ class TaLKConv(_RetainsDropout):
         if self.windows is None:
             return offset
         largest = max((self.max_left, self.max_right)[side], 1)
-        return offset * self.windows[side * self.heads :][: self.heads] / largest
+        return offset * self.windows[side] / largest
 
     def forward(self, x):
         """x (T, B, C) -> (T, B, C); 16-bit types are rounded once, at the end."""
@@ -224,7 +226,7 @@ class TaLKConv(_RetainsDropout):
                 length = length + offset_right * self.max_right
             return largest * length.rsqrt()
         if self.windows is not None:
-            return largest / (1 + self.windows.view(-1, self.heads).sum(0)).to(offset_left.dtype)
+            return largest / (1 + self.windows.sum(0)).to(offset_left.dtype)
         return None
 
     def _scaled(self, out, factor):
@@ -251,7 +253,7 @@ class ShortConv(nn.Module):
 
     def __init__(self, channels, K, causal):
         super().__init__()
-        K = whole_tokens("short_kernel", K, least=1)
+        K = whole_number("short_kernel", K, least=1)
         self.left = K - 1 if causal else K // 2
         self.right = K - 1 - self.left
         self.weight = nn.Parameter(torch.empty(K, channels))
@@ -281,7 +283,8 @@ class TaLKConvUnit(_RetainsDropout):
     """The sub-block of figure 2 of the paper, called as fairseq calls a self-attention.
 
     ``Linear(C, 2C) -> GLU -> zero the padding -> TaLKConv -> Linear(C, C)``; without GLU the
-    first is ``Linear(C, C)``. Decoders keep their TaLKConvState in `incremental_state`.
+    first is ``Linear(C, C)``. Decoders keep the states of the windows and of the short convolution
+    in `incremental_state`.
 
     Args:
         channels, heads, max_left, max_right: as :class:`TaLKConv`.
@@ -294,26 +297,20 @@ class TaLKConvUnit(_RetainsDropout):
     Attributes:
         convolution: the class of the windows: TaLKConv, or one with the same constructor,
             `forward` and `step`; what `step` returns as its state has ``reorder(new_order)``.
+
+    Raises ValueError as :class:`TaLKConv`, and as :class:`ShortConv` if there is one.
     """
 
     convolution = TaLKConv
 
     def __init__(
-        self,
-        channels,
-        heads,
-        max_left,
-        max_right=0,
-        *,
-        glu=True,
-        input_dropout=0.0,
-        conv_channels=None,
-        short_kernel=0,
-        **options,
-    ):
+        self, channels, heads, max_left, max_right=0, *, glu=True, input_dropout=0.0,
+        conv_channels=None, short_kernel=0, **options,
+    ):  # fmt: skip
         super().__init__()
         _check_probability("input_dropout", input_dropout)
         conv_channels = channels if conv_channels is None else conv_channels
+        conv_channels = whole_number("conv_channels", conv_channels, 1)
         self.channels, self.glu, self.input_dropout = channels, glu, input_dropout
         self.linear1 = nn.Linear(channels, 2 * conv_channels if glu else conv_channels)
         self.short = ShortConv(conv_channels, short_kernel, not max_right) if short_kernel else None
@@ -328,19 +325,17 @@ class TaLKConvUnit(_RetainsDropout):
         self._key = f"{uuid.uuid4()}.TaLKConvUnit"
 
     def forward(
-        self,
-        query,
-        key=None,
-        value=None,
-        key_padding_mask=None,
-        incremental_state=None,
-        need_weights=False,
-        attn_mask=None,
-    ):
-        """query (T, B, C), key_padding_mask (B, T) -> ``(out (T, B, C), None)``.
+        self, query, key=None, value=None, key_padding_mask=None, incremental_state=None,
+        need_weights=False, attn_mask=None,
+    ):  # fmt: skip
+        """query (T, B, C) -> ``(out (T, B, C), None)``.
 
-        `key` and `value` are taken to be `query`; there are no weights to return. ValueError for a
-        `query` or `key_padding_mask` of another shape, or an `attn_mask`.
+        `key_padding_mask` (B, T) is true at padding. With the dictionary `incremental_state`,
+        `query` is the next T steps of a sequence, whose state is kept there and changed in place.
+        `key` and `value` are taken to be `query`, and there are no weights to return.
+
+        ValueError for a `query` or `key_padding_mask` of another shape, an `attn_mask`, or an
+        `incremental_state` of another batch or in a unit that is not causal.
         """
         _check_channels("query", query, self.channels)
         if attn_mask is not None:
@@ -350,25 +345,22 @@ class TaLKConvUnit(_RetainsDropout):
                 f"key_padding_mask: expected shape {tuple(query.shape[1::-1])}, (B, T) of query, "
                 f"got {tuple(key_padding_mask.shape)}"
             )
-        x = F.dropout(query, self.input_dropout) if self.dropout_active() else query
+        x = F.dropout(query, self.input_dropout, self.dropout_active())
         x = self.linear1(x)
         if self.glu:
             x = F.glu(x, dim=-1)
         padding = None if key_padding_mask is None else key_padding_mask.bool().t().unsqueeze(-1)
-        if padding is not None:
-            x = x.masked_fill(padding, 0)
         buffer = self._get_input_buffer(incremental_state)
-        if self.short is not None:
-            if incremental_state is None:
-                x = self.short(x)
-            else:
-                x, buffer["short"] = self.short.step(x, buffer.get("short"))
-            if padding is not None:  # its neighbours have been summed into it
+        for name, part in (("short", self.short), ("state", self.conv)):
+            if part is None:
+                continue
+            if padding is not None:  # `short` sums its neighbours into it
                 x = x.masked_fill(padding, 0)
-        if incremental_state is None:
-            x = self.conv(x)
-        else:
-            x, buffer["state"] = self.conv.step(x, buffer.get("state"))
+            if incremental_state is None:
+                x = part(x)
+            else:
+                x, buffer[name] = part.step(x, buffer.get(name))
+        if incremental_state is not None:
             incremental_state[self._key] = buffer
         return self.linear2(x), None
 

@@ -20,6 +20,7 @@ from fairseq.models.transformer.transformer_config import (
 from omegaconf import OmegaConf
 
 from talk_fairseq.models.pruning import kept_layers
+from talk_fairseq.ops.state import whole_number
 
 _NESTED = {"encoder": EncDecBaseConfig, "decoder": DecoderConfig, "quant_noise": QuantNoiseConfig}
 
@@ -64,7 +65,7 @@ class TaLKConvUnitConfig:
     decoder_short_kernel: int = option(
         0, "taps of a depthwise convolution before the decoder's windows (0: none)"
     )
-    talk_normalize: bool = option(True, "divide each window's sum by the largest window")
+    talk_normalize: bool = option(True, "divide by the tokens of the largest window")
     spread_offsets: bool = option(False, "begin with windows of all lengths, one per head")
     slow_offsets: bool = option(
         False, "begin with windows alike for all tokens, and learn slowly to differ"
@@ -188,8 +189,7 @@ def window_list(name, windows, layers):
         raise ValueError(
             f"{name}: expected windows such as '3,7,31x2', one per layer, got {windows!r}"
         )
-    if min(given, default=0) < 0:
-        raise ValueError(f"{name}: expected windows of at least 0 tokens, got {list(given)}")
+    given = [whole_number(name, window) for window in given]
     if len(given) != layers:
         raise ValueError(
             f"{name}: expected {layers} windows, one per layer, got {len(given)}: {given}"

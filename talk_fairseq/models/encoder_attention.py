@@ -84,16 +84,9 @@ class EncoderAttention(MultiheadAttention):
         self.need_attn = need_attn
 
     def forward(
-        self,
-        query,
-        key,
-        value,
-        key_padding_mask=None,
-        incremental_state=None,
-        need_weights=True,
-        static_kv=True,
-        need_head_weights=False,
-    ):
+        self, query, key, value, key_padding_mask=None, incremental_state=None,
+        need_weights=True, static_kv=True, need_head_weights=False,
+    ):  # fmt: skip
         """Return the output (T, k N, C), and the weights (k N, T, S), (H, k N, T, S), or None.
 
         `key_padding_mask` is (N, S), None, or what a SharingDecoder made of it.

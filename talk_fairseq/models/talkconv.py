@@ -71,7 +71,7 @@ class TaLKConvEncoder(encoder_attention.SharingEncoder, transformer.TransformerE
 
     def forward_scriptable(self, *args, **kwargs):
         out = super().forward_scriptable(*args, **kwargs)
-        if not self.cfg.copy_attention:
+        if not self.cfg.copy_attention or self.cfg.no_cross_attention:
             return out
         tokens = out["encoder_embedding"][0].transpose(0, 1)
         return encoder_attention.with_tokens(out, tokens, self.cfg.follow_attention)

@@ -45,7 +45,7 @@ def _kernels():
     except ImportError as error:
         raise RuntimeError(
             "talk_conv on the CPU needs Numba: pip install numba, or set "
-            "TALK_CONV_BACKEND=reference"
+            f"TALK_CONV_BACKEND=reference ({error})"
         ) from error
     return cpu_kernels
 

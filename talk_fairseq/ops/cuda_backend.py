@@ -17,7 +17,7 @@ try:
     import cupy
 
     _why_no_cupy = None
-except ImportError as error:  # the first launch says what to install
+except Exception as error:  # the first launch says what to install
     cupy, _why_no_cupy = None, error
 
 _ARGUMENTS = {
@@ -191,7 +191,7 @@ def _check_cupy():
     if cupy is None:
         raise RuntimeError(
             "talk_conv on CUDA needs CuPy: run scripts/setup.sh cuda12 (or cuda13, as PyTorch was "
-            "built for), or set TALK_CONV_BACKEND=reference"
+            f"built for), or set TALK_CONV_BACKEND=reference ({_why_no_cupy})"
         ) from _why_no_cupy
     ours, theirs = torch.version.cuda, cupy.cuda.runtime.runtimeGetVersion() // 1000
     if ours is None or int(ours.split(".")[0]) != theirs:

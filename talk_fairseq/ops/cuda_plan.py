@@ -9,10 +9,9 @@ from typing import NamedTuple
 import torch
 
 from talk_fairseq.ops.kernel_source import constants
-from talk_fairseq.ops.state import compute_dtype
+from talk_fairseq.ops.state import DTYPES, compute_dtype
 
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES}
+NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 
 _CONSTANTS = constants("talk_conv.cu")
 _LANES, _ROWS, _UNIT = _CONSTANTS["LANES"], _CONSTANTS["ROWS"], _CONSTANTS["UNIT"]

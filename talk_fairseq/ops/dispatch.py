@@ -64,6 +64,7 @@ def _are_plain(x, other, rows):
     """
     return (
         uses_reference(x)
+        or other.dtype.itemsize > compute_dtype(x.dtype).itemsize  # kernels would round it
         or is_compiling()
         or torch.jit.is_tracing()
         or transforms_are_active()

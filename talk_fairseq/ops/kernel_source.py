@@ -1,4 +1,4 @@
-"""The CUDA kernel files as text, and what Python reads in it: constants and structs' layouts."""
+"""The CUDA kernel files as text, and their constants and layouts of structs, for Python."""
 
 import ctypes
 import functools

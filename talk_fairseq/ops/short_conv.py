@@ -17,8 +17,8 @@ def short_conv(x, weight, left):
         left: taps on the left of t, 0 to K - 1.
 
     Returns:
-        (T, B, C) in the wider of the two dtypes; differentiable in both. float16 and bfloat16 are
-        computed in float32 and rounded once.
+        (T, B, C) in the dtype that PyTorch promotes both to; differentiable in both. float16 and
+        bfloat16 are computed in float32 and rounded once.
 
     Raises:
         ValueError: shapes or devices do not match, or `left` is not that of a tap.
@@ -38,7 +38,7 @@ def short_conv_update(x, weight, state):
     Args:
         x: (S, B, C), the next S time steps.
         weight: (K, C), on the same device.
-        state: the ShortConvState of the steps so far, for the wider of the two dtypes.
+        state: the ShortConvState of the steps so far, for the dtype of the output.
 
     Returns:
         (S, B, C), as :func:`short_conv`.

@@ -1,9 +1,11 @@
 """What the causal operator and the short convolution remember between the steps of a decoder."""
 
-import math
+import numbers
 
 import torch
 from torch.compiler import is_compiling
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # of the operators
 
 
 def compute_dtype(dtype):
@@ -16,18 +18,20 @@ def sums_dtype(dtype, device):
     return torch.float32 if dtype.itemsize == 2 or device.type == "mps" else torch.float64
 
 
-def whole_tokens(name, number, least=0):
-    """Return a number of tokens as an int. Raises ValueError unless it is whole, and >= `least`."""
-    if not least <= number < math.inf or int(number) != number:
-        raise ValueError(f"{name}: expected a whole number of tokens >= {least}, got {number}")
+def whole_number(name, number, least=0):
+    """Return `number` as an int. Raises ValueError unless it is whole, and `least` to 2^31 - 1."""
+    if not isinstance(number, numbers.Real) or not least <= number < 2**31 or int(number) != number:
+        raise ValueError(
+            f"{name}: expected a whole number from {least} to 2^31 - 1, got {number!r}"
+        )
     return int(number)
 
 
 class _Ring:
     """A row of each sequence for each of the last L steps, overwritten in place.
 
-    Rows are copied by `settle` alone: when several steps come at once after a beam search, or when
-    there are more sequences than ever before.
+    Rows are copied by `settle` alone: when several steps come at once after a beam search, before
+    a step in plain PyTorch, or when there are more sequences than columns.
 
     Attributes:
         rows: (L, columns, C); at least as many columns as there are sequences, B.
@@ -61,8 +65,8 @@ class _Ring:
     def reorder(self, new_order):
         """Make sequence i what sequence ``new_order[i]`` was.
 
-        `new_order` is of any length: sequences may be dropped or repeated. A number that
-        names no sequence fails as in `torch.index_select`.
+        `new_order` is a tensor of integers, of any length: sequences may be dropped or repeated. A
+        number that names no sequence fails as in `torch.index_select`.
         """
         reorder_rings([self], new_order)
 
@@ -103,7 +107,7 @@ class TaLKConvState(_Ring):
     __slots__ = ()
 
     def __init__(self, B, C, reach, dtype=torch.float32, device="cpu"):
-        rows = whole_tokens("reach", reach) + 3
+        rows = whole_number("reach", reach) + 3
         wide = sums_dtype(dtype, torch.device(device))
         super().__init__(torch.empty(rows, B, C, dtype=wide, device=device))
 
@@ -117,7 +121,7 @@ class ShortConvState(_Ring):
     __slots__ = ()
 
     def __init__(self, B, C, K, dtype=torch.float32, device="cpu"):
-        K = whole_tokens("K", K, least=1)
+        K = whole_number("K", K, least=1)
         super().__init__(torch.zeros(K, B, C, dtype=compute_dtype(dtype), device=device))
 
 

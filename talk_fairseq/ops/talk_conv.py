@@ -5,9 +5,8 @@ import torch
 
 from talk_fairseq.ops.dispatch import register, take_steps, uses_reference
 from talk_fairseq.ops.reference import talk_conv_reference, talk_conv_update_reference
-from talk_fairseq.ops.state import TaLKConvState, sums_dtype
+from talk_fairseq.ops.state import DTYPES, TaLKConvState, sums_dtype
 
-_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _INTEGERS = (int, torch.SymInt, np.integer)
 
 
@@ -90,14 +89,14 @@ def talk_conv_update(x, offset_left, state, max_left):
     the steps so far.
     """
     _validate(x, offset_left, None, max_left, 0)
-    if not isinstance(state, TaLKConvState):
-        raise TypeError(f"state: expected a TaLKConvState, got {type(state).__name__}")
     max_left = int(max_left)  # NumPy's integers may overflow
     return talk_conv_update_unchecked(x, offset_left, state, max_left)
 
 
 def talk_conv_update_unchecked(x, offset_left, state, max_left):
     """:func:`talk_conv_update` where `x` and `offset_left` are known to fit each other."""
+    if not isinstance(state, TaLKConvState):
+        raise TypeError(f"state: expected a TaLKConvState, got {type(state).__name__}")
     state.check(x, sums_dtype(x.dtype, x.device))
     return take_steps(state, x, offset_left, talk_conv_update_reference, "update", max_left)
 
@@ -138,7 +137,7 @@ def _validate(x, offset_left, offset_right, max_left, max_right):
 def _check_tensor(name, tensor, layout, device=None):
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    if tensor.dtype not in _DTYPES:
+    if tensor.dtype not in DTYPES:
         raise TypeError(
             f"{name}: expected float64, float32, float16 or bfloat16, got {tensor.dtype}"
         )

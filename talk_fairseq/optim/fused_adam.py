@@ -18,7 +18,7 @@ _WIDENED = 16  # 16-bit parameters that are copied to float32 at a time
 class FusedAdam(torch.optim.Optimizer):
     """Adam with decoupled weight decay, as ``fairseq.optim.adam.Adam`` computes it.
 
-    For a gradient g, at the update with the number n of a parameter p::
+    Update n of a parameter p, whose gradient is g, computes::
 
         m = beta1 * m + (1 - beta1) * g
         v = beta2 * v + (1 - beta2) * g * g
@@ -30,13 +30,15 @@ class FusedAdam(torch.optim.Optimizer):
     bfloat16 have states in float32, and are rounded once per update; PyTorch's own
     `load_state_dict` rounds these states too, fairseq's ``--memory-efficient-…`` does not.
     `lr`, `betas`, `eps` and `weight_decay` are those of ``torch.optim.AdamW``, but `weight_decay`
-    defaults to 0. RuntimeError for a sparse gradient.
+    defaults to 0. ValueError for a beta outside [0, 1), RuntimeError for a sparse gradient.
     """
 
     supports_memory_efficient_fp16 = True
     supports_flat_params = True
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas: expected two numbers from 0 to below 1, got {betas}")
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     @torch.no_grad()

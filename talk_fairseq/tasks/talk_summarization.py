@@ -242,7 +242,7 @@ class StepwiseLengthPenaltyGenerator(SequenceGenerator):
     def finalize_hypos(
         self, step, bbsz_idx, eos_scores, tokens, scores, finalized, finished, *rest
     ):
-        """Take in hypotheses that end here, after those that they push out of the beam are gone."""
+        """Drop hypotheses that have fallen out of the beam, then take in those that end here."""
         unfinished = [sentence for sentence, done in enumerate(finished) if not done]
         held = [(row, hypo) for row, s in enumerate(unfinished) for hypo in finalized[s]]
         if held:

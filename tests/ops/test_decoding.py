@@ -196,8 +196,17 @@ def test_states_of_two_devices_are_reordered_on_their_own():
 
 @pytest.mark.parametrize("K", [0, 2.5])
 def test_a_state_has_a_whole_number_of_taps(K):
-    with pytest.raises(ValueError, match=f"K: expected a whole number of tokens >= 1, got {K}"):
+    with pytest.raises(ValueError, match=f"K: expected a whole number from 1 to .*, got {K}"):
         ShortConvState(2, 4, K)
+
+
+def test_offsets_that_are_wider_than_x_are_not_rounded():
+    """In float32 this one would be a token beyond the state's reach, and its outputs NaN."""
+    x = torch.arange(1.0, 9.0)[:, None, None]
+    offset = torch.full((8, 1, 1), (5 - 1e-9) / 4, dtype=torch.float64)
+    state = TaLKConvState(1, 1, reach=4)
+    outs = torch.cat([talk_conv_update(x[t : t + 1], offset[:1], state, 4) for t in range(8)])
+    assert oracle.worst_error(outs, oracle.talk_conv(x, offset, None, 4, 0)) <= 1e-6
 
 
 def test_integers_of_numpy_do_not_overflow(backend):

@@ -38,6 +38,12 @@ def train(optimizer, params, updates, seed=0):
         optimizer.step()
 
 
+@pytest.mark.parametrize("betas", [(1.0, 0.98), (0.9, 1.0), (0.9, -0.1)])
+def test_betas_that_cannot_be_used(betas):
+    with pytest.raises(ValueError, match="betas: expected two numbers from 0 to below 1, got"):
+        FusedAdam(parameters(torch.float32), betas=betas)
+
+
 MIXED = (torch.float32, torch.bfloat16, torch.float16)
 
 

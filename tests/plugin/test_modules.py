@@ -171,7 +171,7 @@ def test_no_head_looks_further_than_the_largest_window(largest):
 def test_spread_windows_are_exact_in_every_dtype():
     conv = TaLKConv(64, 8, 127, spread_windows=True)
     windows = conv.windows.clone()
-    assert windows.tolist() == [2, 4, 7, 12, 21, 39, 70, 127]
+    assert windows.tolist() == [[2, 4, 7, 12, 21, 39, 70, 127]]
     assert torch.equal(conv.half().windows, windows) and conv.windows.dtype == torch.int32
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -181,7 +181,7 @@ def test_spread_windows_are_exact_in_every_dtype():
 
 
 def test_one_head_has_the_largest_window():
-    assert TaLKConv(8, 1, 31, spread_windows=True).windows.tolist() == [31]
+    assert TaLKConv(8, 1, 31, spread_windows=True).windows.tolist() == [[31]]
 
 
 def test_spread_windows_follow_from_the_options_alone():
@@ -202,7 +202,7 @@ def test_a_root_of_sums_that_are_not_divided_is_refused():
 
 
 def test_a_short_conv_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="short_kernel: expected a whole number of tokens >= 1"):
+    with pytest.raises(ValueError, match="short_kernel: expected a whole number from 1"):
         TaLKConvUnit(8, 2, 5, short_kernel=-1)
 
 
@@ -331,11 +331,14 @@ def test_units_of_one_decoder_keep_their_own_state():
     "arguments, message",
     [
         ((10, 3, 1), "heads: expected a divisor of channels = 10, got 3"),
-        ((10, 0, 1), "heads: expected a divisor of channels = 10, got 0"),
-        ((0, 2, 1), "heads: expected a divisor of channels = 0, got 2"),
-        ((10, 2, -1), "max_left: expected a whole number of tokens >= 0, got -1"),
-        ((10, 2, 1, 1.5), "max_right: expected a whole number of tokens >= 0, got 1.5"),
-        ((10, 2, float("inf")), "max_left: expected a whole number of tokens >= 0, got inf"),
+        ((10, 0, 1), "heads: expected a whole number from 1 to 2.31 - 1, got 0"),
+        ((10, 2.5, 1), "heads: expected a whole number from 1 to 2.31 - 1, got 2.5"),
+        ((0, 2, 1), "channels: expected a whole number from 1 to 2.31 - 1, got 0"),
+        ((10, 2, -1), "max_left: expected a whole number from 0 to 2.31 - 1, got -1"),
+        ((10, 2, "31"), "max_left: expected a whole number from 0 to 2.31 - 1, got '31'"),
+        ((10, 2, 2**31), "max_left: expected a whole number from 0 to 2.31 - 1, got 2147483648"),
+        ((10, 2, 1, 1.5), "max_right: expected a whole number from 0 to 2.31 - 1, got 1.5"),
+        ((10, 2, float("inf")), "max_left: expected a whole number from 0 to 2.31 - 1, got inf"),
         ((10, 2, 1, 1, 1.0), "offset_dropout: expected 0 <= p < 1, got 1.0"),
     ],
 )
@@ -386,6 +389,20 @@ def test_a_mask_of_bytes():
 def test_a_two_sided_module_cannot_step():
     with pytest.raises(ValueError, match="expected a causal module, got max_right = 2"):
         TaLKConv(8, 2, 3, 2).step(torch.randn(1, 1, 8))
+
+
+def test_windows_of_heads_are_made_when_parameters_are_assigned():
+    made = TaLKConv(8, 4, 31, 7, spread_windows=True)
+    with torch.device("meta"):
+        empty = TaLKConv(8, 4, 31, 7, spread_windows=True)
+    empty.load_state_dict(made.state_dict(), assign=True)
+    x = torch.randn(9, 2, 8)
+    assert torch.equal(empty(x), made(x))
+
+
+def test_a_state_of_another_kind_is_refused():
+    with pytest.raises(TypeError, match="state: expected a TaLKConvState, got tuple"):
+        TaLKConv(8, 4, 3).step(torch.randn(1, 2, 8), (None, None))
 
 
 def test_windows_of_heads_survive_the_meta_device():

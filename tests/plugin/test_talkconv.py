@@ -258,10 +258,11 @@ def test_sides_of_other_sizes():
         ("--decoder-max-left 3,a", "decoder_max_left: expected windows such as '3,7,31x2'"),
         ("--decoder-max-left 3x0,3x6", "decoder_max_left: expected windows such as '3,7,31x2'"),
         ("--input-dropout 2", "input_dropout: expected 0 <= p < 1, got 2"),
-        ("--decoder-max-left=-1x6", "decoder_max_left: expected windows of at least 0"),
+        ("--decoder-max-left=-1x6", "decoder_max_left: expected a whole number from 0"),
         ("--encoder-talk-heads 7", "heads: expected a divisor of channels = 512, got 7"),
-        ("--encoder-talk-heads 0", "heads: expected a divisor of channels = 512, got 0"),
-        ("--decoder-conv-dim 0", "heads: expected a divisor of channels = 0, got"),
+        ("--encoder-talk-heads 0", "heads: expected a whole number from 1"),
+        ("--decoder-conv-dim 0", "conv_channels: expected a whole number from 1"),
+        ("--decoder-max-left 2147483648x6", "decoder_max_left: expected a whole number from 0"),
         ("--offset-dropout 1.5", "offset_dropout: expected 0 <= p < 1, got 1.5"),
         ("--cross-self-attention", "cross_self_attention: expected False"),
         ("--decoder-output-dim 16 --share-all-embeddings", "decoder_output_dim: expected 512 with"),
@@ -467,9 +468,12 @@ def test_noise_of_quantisation_reaches_units_and_attention():
 
 
 def test_without_attention_to_the_encoder():
-    model = build_model(from_flags(*SMALL, "--no-cross-attention"), task(50)).eval()
+    flags = from_flags(*SMALL, "--no-cross-attention", "--copy-attention")
+    model = build_model(flags, task(50)).eval()
     assert all(layer.encoder_attn is None for layer in model.decoder.layers)
     source, state = torch.randint(4, 50, (2, 9)), {}
+    out = model.encoder(source, torch.tensor([9, 9]))["encoder_out"][0]
+    assert out.shape[-1] == model.cfg.encoder.embed_dim  # without embeddings that nobody reads
     expected, _ = model(source, torch.tensor([9, 9]), source)
     for step in range(9):
         logits, _ = model.decoder(source[:, : step + 1], incremental_state=state)

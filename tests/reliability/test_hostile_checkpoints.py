@@ -275,6 +275,17 @@ def test_checkpoints_that_do_not_fit(doors, tmp_path, figure):
     report(figure, "checkpoints that do not fit", refused, tried)
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_part_in_many_places_is_read_once(tmp_path, kind):
+    """Of 40 levels of two parts each, all the same: 2^40 places in a kilobyte."""
+    part = kind([1])
+    for _ in range(40):
+        part = kind([part, part])
+    save_zip({"model": {}, "args": None, "nested": part}, tmp_path / "nested.pt")
+    nested = checkpoint_files.read_checkpoint(tmp_path / "nested.pt")["nested"]
+    assert type(nested) is kind and nested[0] is nested[1]
+
+
 def test_a_dictionary_that_does_not_fit(tmp_path):
     path = tmp_path / "whole.pt"
     save_zip(good(), path)
