@@ -1,6 +1,6 @@
 """Entries of torch.hub: ``torch.hub.load(checkout, "talkconv", folder, source="local")``."""
 
-dependencies = ["torch", "fairseq"]  # which torch.hub looks for before it calls an entry
+dependencies = ["torch", "fairseq", "numba"]  # which torch.hub looks for before it calls an entry
 
 
 def talkconv(folder, **options):

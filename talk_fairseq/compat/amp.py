@@ -32,6 +32,21 @@ def unscale_gradients_once(original, self):
     self.scaler.update()
 
 
+@patches("fairseq.optim.amp_optimizer.AMPOptimizer", "state_dict")
+def save_scale_of_amp(original, self):
+    """Save the scale of the loss too. Without it: a run that resumes begins to look for it anew."""
+    return {**original(self), "amp": self.scaler.state_dict()}
+
+
+@patches("fairseq.optim.amp_optimizer.AMPOptimizer", "load_state_dict")
+def load_scale_of_amp(original, self, state_dict, optimizer_overrides=None):
+    """Load what `save_scale_of_amp` saves, if it is there."""
+    state_dict = dict(state_dict)
+    if scale := state_dict.pop("amp", None):
+        self.scaler.load_state_dict(scale)
+    original(self, state_dict, optimizer_overrides)
+
+
 @patches("fairseq.modules.character_token_embedder.CharacterTokenEmbedder", "forward")
 @patches("fairseq.modules.adaptive_input.AdaptiveInput", "forward")
 def embed_without_autocast(original, self, *args, **kwargs):

@@ -42,8 +42,13 @@ def name_file_of_bad_options(original, path, *args, **kwargs):
 def name_file_of_bad_training_state(original, self, filename, *args, **kwargs):
     """Name the checkpoint in errors about the optimizer or the data loader; fairseq does not.
 
-    Drops the moving average from what it returns, since nothing reads it after that.
+    Drops the moving average from what it returns, since nothing reads it after that. Raises
+    FileNotFoundError for a file elsewhere than in ``--save-dir`` that is not there. Without it:
+    after a mistyped ``--restore-file``, training begins with random parameters.
     """
+    elsewhere = Path(filename).resolve().parent != Path(self.cfg.checkpoint.save_dir).resolve()
+    if elsewhere and self.is_data_parallel_master and not os.path.isfile(filename):
+        raise FileNotFoundError(f"--restore-file: expected a checkpoint, got {filename}")
     begin_average_at_checkpoint.wanted = self.cfg.ema.store_ema
     with naming(filename):
         extra_state = original(self, filename, *args, **kwargs)

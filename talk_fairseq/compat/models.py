@@ -16,7 +16,7 @@ from fairseq.models import (
 )
 from omegaconf import OmegaConf, open_dict
 
-from talk_fairseq.compat.patching import command_module, patches, patches_command
+from talk_fairseq.compat.patching import command_module, patch_commands, patches, patches_command
 
 
 @patches("fairseq.utils", "get_activation_fn")
@@ -101,21 +101,32 @@ def build_legacy_models_from_yaml(original, cfg, task, *args, **kwargs):
     return original(cfg, task, *args, **kwargs)
 
 
-@patches("fairseq.modules.dynamic_convolution.DynamicConv_scripatable", "_forward_unfolded")
-def weigh_short_sequences_as_steps_do(original, self, x, incremental_state, query):
+@patches("fairseq.modules.dynamic_convolution.DynamicConv_scripatable", "__call__")
+def weigh_short_sequences_as_steps_do(original, self, x, incremental_state=None, query=None):
     """Convolve fewer tokens than there are taps as if zeros stood before them.
 
     Without it: fairseq divides the taps of a token by the sum of those that the whole sequence has
     room for, but step by step by that of all taps, as its band matrices do. So a decoder that was
     trained on short sentences generates as another function, and sees how long a sentence is.
+    TorchScript compiles `forward`, so it takes the module as it is, without the patch.
     """
     missing = self.kernel_size - len(x)
     causal = self.padding_l == self.kernel_size - 1
     if incremental_state is not None or missing <= 0 or self.in_proj or not causal:
         return original(self, x, incremental_state, query)
     before = (0, 0, 0, 0, missing, 0)
-    x, query = (torch.nn.functional.pad(tensor, before) for tensor in (x, query))
-    return original(self, x, incremental_state, query)[missing:]
+    x, query = (t if t is None else torch.nn.functional.pad(t, before) for t in (x, query))
+    return original(self, x, None, query)[missing:]
+
+
+@patches("fairseq.options", "get_parser")
+def patch_commands_that_run(original, *args, **kwargs):
+    """Patch commands that were imported after this package, as from Python.
+
+    Without it: a finished run trains one update more, and carriage returns split lines.
+    """
+    patch_commands()
+    return original(*args, **kwargs)
 
 
 @patches("fairseq.tasks.multilingual_translation.MultilingualTranslationTask", "build_model")

@@ -1,9 +1,12 @@
 """How fairseq is patched: one function replaced, or one module's view of another."""
 
 import functools
+import inspect
 import pkgutil
 import sys
 import types
+
+_OF_COMMANDS = []  # (command, name, function), in the order in which they are applied
 
 
 def patches(owner, name):
@@ -40,12 +43,26 @@ def patches(owner, name):
 
 
 def patches_command(command, name):
-    """Replace ``name`` in ``fairseq_cli.<command>``, as `patches` does, where that command runs.
+    """Replace ``name`` in ``fairseq_cli.<command>``, as `patches` does, now or once it runs.
 
-    A command that is not imported is left alone: importing it would set up logging.
+    It is not imported for that, which would set up logging: see `patch_commands`.
     """
-    module = command_module(command)
-    return patches(module, name) if module else lambda function: function
+
+    def patch(function):
+        _OF_COMMANDS.append((command, name, function))
+        patch_commands()
+        return function
+
+    return patch
+
+
+def patch_commands():
+    """Patch the commands that are imported by now; what is patched already stays as it is."""
+    for command, name, function in _OF_COMMANDS:
+        if module := command_module(command):
+            patches(module, name)(function)
+            # A process that ``python -m`` spawns looks names up in a copy of the module's.
+            inspect.unwrap(module.main).__globals__[name] = getattr(module, name)
 
 
 def command_module(command):

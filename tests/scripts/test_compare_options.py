@@ -9,10 +9,12 @@ from comparisons import dictionaries, refusal
 
 pytest.importorskip("fairseq")
 
+from fairseq import tasks
+
 from pipeline.common import fairseq, systems
 from pipeline.common.command import BadInput
 from pipeline.common.fairseq import CPU_ENVIRONMENT
-from pipeline.common.models import build_model, configure, parse_words
+from pipeline.common.models import build_model, parse_words
 from pipeline.common.systems import words
 from pipeline.compare import sweep
 from pipeline.compare.flags import evaluation_words, training_flags, training_words
@@ -33,9 +35,9 @@ def test_parameters_are_within_two_percent(tmp_path, preset, task):
     data = dictionaries(tmp_path / "bin", args.languages, 3992)
     counts = {}
     for name, flags in args.systems.items():
-        cfg, task = configure(training_words(args, data, flags))
+        options = parse_words(training_words(args, data, flags))
         with torch.device("meta"):
-            model = build_model(cfg.model, task)
+            model = build_model(options, tasks.setup_task(options))
         counts[name] = sum(parameter.numel() for parameter in model.parameters())
     assert max(counts.values()) <= 1.02 * min(counts.values())
     # Long windows have a peer that sees as far.

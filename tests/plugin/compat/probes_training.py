@@ -96,6 +96,29 @@ def gradients_of_amp_are_divided_by_the_scale_once(tmp_path):
         assert torch.allclose(old - new, torch.ones(())), "divided again"
 
 
+@breaks("AssertionError: begins anew")
+def the_scale_of_amp_is_saved(tmp_path):
+    first, second = (trainer_of("--amp").optimizer for _ in range(2))
+    first._grad_scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)  # as on a GPU
+    second._grad_scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    second.load_state_dict(first.state_dict())
+    assert second.scaler.get_scale() == 4096, "begins anew"
+    second.load_state_dict(first.fp32_optimizer.state_dict())  # as saved without a scale
+    assert second.scaler.get_scale() == 4096
+
+
+@breaks("AssertionError: trains from nothing")
+def a_file_to_restore_has_to_be_there(tmp_path):
+    trainer = trainer_of("--save-dir", str(tmp_path / "run"))
+    said = ""
+    try:
+        trainer.load_checkpoint(str(tmp_path / "checkpoint_lst.pt"))
+    except FileNotFoundError as error:
+        said = str(error)
+    assert "--restore-file: expected a checkpoint, got /" in said, "trains from nothing"
+    assert trainer.load_checkpoint(str(tmp_path / "run/checkpoint_last.pt")) is None
+
+
 @breaks("AssertionError: other options")
 def the_scale_of_amp_has_its_own_options(tmp_path):
     with patch.object(torch.cuda.amp, "GradScaler", lambda **options: options):

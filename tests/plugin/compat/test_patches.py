@@ -28,6 +28,7 @@ from fairseq.file_io import PathManager
 from fairseq.models import BaseFairseqModel
 from fairseq.models.ema.ema import EMA
 from fairseq.modules import LearnedPositionalEmbedding, SinusoidalPositionalEmbedding
+from fairseq.modules.dynamic_convolution import DynamicConv_scripatable
 from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.tasks.language_modeling import LanguageModelingTask
@@ -75,11 +76,30 @@ def test_a_patch_that_is_applied_again_changes_nothing():
 
 def test_a_command_that_runs_as_a_module_is_patched(monkeypatch):
     """As by ``python -m fairseq_cli.train`` or torchrun."""
-    main = SimpleNamespace(train=lambda: 1, __spec__=SimpleNamespace(name="fairseq_cli.train"))
+    monkeypatch.setattr(patching, "_OF_COMMANDS", [])
+    names = {"train": lambda: 1}  # in a process that it spawns, those of `main` are another copy
+    exec("def main():\n    return train()", names)
+    main = SimpleNamespace(**names, __spec__=SimpleNamespace(name="fairseq_cli.train"))
     monkeypatch.setitem(sys.modules, "__main__", main)
     patching.patches_command("train", "train")(lambda original: original() + 1)
     patching.patches_command("generate_of_another_name", "main")(None)  # which does not run
-    assert main.train() == 2
+    assert main.train() == 2 and main.main() == 2
+
+
+def test_a_command_that_is_imported_later_is_patched(monkeypatch):
+    monkeypatch.setattr(patching, "_OF_COMMANDS", [])
+    patching.patches_command("later", "main")(lambda original: original() + 1)
+    later = SimpleNamespace(main=lambda: 1)
+    monkeypatch.setitem(sys.modules, "fairseq_cli.later", later)
+    for _ in range(2):
+        options.get_parser("", "translation")  # as every command does
+        assert later.main() == 2
+
+
+def test_dynamic_convolutions_can_be_scripted():
+    conv = DynamicConv_scripatable(4, kernel_size=3, padding_l=2, num_heads=2, weight_softmax=True)
+    x = torch.randn(5, 2, 4)
+    assert torch.equal(torch.jit.script(conv)(x), conv(x))
 
 
 def test_an_arch_whose_defaults_are_lost_is_refused(monkeypatch):
