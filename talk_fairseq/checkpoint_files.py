@@ -80,6 +80,8 @@ def _plain(value, done):
     one for all), and for any but plain tensors of real numbers.
     """
     # A part may be in many places: each is walked once, or a small file would take forever.
+    if not isinstance(value, (torch.Tensor, PlainArray, dict, list, tuple, argparse.Namespace)):
+        return value
     if id(value) in done:
         return done[id(value)][1]
     made = value

@@ -144,7 +144,9 @@ class TaLKConv(_RetainsDropout):
         if self.spread_windows:
             sides = (self.max_left, self.max_right) if self.max_right else (self.max_left,)
             windows = torch.stack([_head_windows(self.heads, side) for side in sides])
-            self.windows = windows.to(self.offsets.weight.device)
+            if self.windows is None or self.windows.is_meta:
+                self.windows = windows.to(self.offsets.weight.device)
+            self.windows.copy_(windows)  # whatever `to_empty` has left in them
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
@@ -320,7 +322,7 @@ class TaLKConvUnit(_RetainsDropout):
             nn.init.xavier_uniform_(linear.weight)
             nn.init.zeros_(linear.bias)
         # fairseq's decoder layers read these of their attention.
-        self.num_heads, self.head_dim = heads, channels // heads
+        self.num_heads, self.head_dim = int(heads), channels // int(heads)
         # A copy of the unit has the same key, so it finds the states of the unit, as in fairseq.
         self._key = f"{uuid.uuid4()}.TaLKConvUnit"
 

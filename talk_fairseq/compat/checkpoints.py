@@ -9,6 +9,7 @@ from pathlib import Path
 
 import fairseq.checkpoint_utils
 import torch
+from fairseq.file_io import PathManager
 
 from talk_fairseq import checkpoint_files
 from talk_fairseq.checkpoint_files import naming, whole_file
@@ -42,13 +43,15 @@ def name_file_of_bad_options(original, path, *args, **kwargs):
 def name_file_of_bad_training_state(original, self, filename, *args, **kwargs):
     """Name the checkpoint in errors about the optimizer or the data loader; fairseq does not.
 
-    Drops the moving average from what it returns, since nothing reads it after that. Raises
-    FileNotFoundError for a file elsewhere than in ``--save-dir`` that is not there. Without it:
-    after a mistyped ``--restore-file``, training begins with random parameters.
+    Raises FileNotFoundError for a file elsewhere than in ``--save-dir`` that is not there. Without
+    it: after a mistyped ``--restore-file``, training begins with random parameters.
+    Drops the moving average from what it returns, since nothing reads it after that.
     """
-    elsewhere = Path(filename).resolve().parent != Path(self.cfg.checkpoint.save_dir).resolve()
-    if elsewhere and self.is_data_parallel_master and not os.path.isfile(filename):
-        raise FileNotFoundError(f"--restore-file: expected a checkpoint, got {filename}")
+    cfg = self.cfg.checkpoint
+    elsewhere = Path(filename).parent.resolve() != Path(cfg.save_dir).resolve()
+    if elsewhere and self.is_data_parallel_master and not PathManager.isfile(filename):
+        option = "--continue-once" if filename == cfg.continue_once else "--restore-file"
+        raise FileNotFoundError(f"{option}: expected a checkpoint, got {filename}")
     begin_average_at_checkpoint.wanted = self.cfg.ema.store_ema
     with naming(filename):
         extra_state = original(self, filename, *args, **kwargs)

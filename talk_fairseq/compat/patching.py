@@ -61,8 +61,9 @@ def patch_commands():
     for command, name, function in _OF_COMMANDS:
         if module := command_module(command):
             patches(module, name)(function)
-            # A process that ``python -m`` spawns looks names up in a copy of the module's.
-            inspect.unwrap(module.main).__globals__[name] = getattr(module, name)
+            if main := getattr(module, "main", None):
+                # A process that ``python -m`` spawns looks names up in a copy of the module's.
+                inspect.unwrap(main).__globals__[name] = getattr(module, name)
 
 
 def command_module(command):

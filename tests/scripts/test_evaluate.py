@@ -43,9 +43,10 @@ def refusal(capfd, *arguments):
     return line.removeprefix("evaluate.sh: ")
 
 
-def test_fairseq_prints_no_log():
-    """It logs to the standard error unless the plugin is imported before it, as averaging does."""
-    code = "import logging, pipeline.recipes.evaluate; print(logging.getLogger().handlers)"
+@pytest.mark.parametrize("module", ["recipes.evaluate", "recipes.average"])
+def test_fairseq_prints_no_log(module):
+    """It logs to the standard error unless the plugin is imported before it."""
+    code = f"import logging, pipeline.{module}; print(logging.getLogger().handlers)"
     command = [sys.executable, "-c", code]
     assert subprocess.check_output(command, text=True, cwd=ROOT / "scripts") == "[]\n"
 

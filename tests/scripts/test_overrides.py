@@ -5,6 +5,7 @@ from omegaconf import OmegaConf
 
 pytest.importorskip("fairseq")
 
+from pipeline.common.command import BadInput
 from pipeline.recipes import config
 
 
@@ -21,3 +22,9 @@ def test_values(text, value):
     overrides = [f"model.x={text}", "common.seed=3", "++common.seed=7"]
     read = config.with_overrides(OmegaConf.create(), overrides)
     assert read.model.x == value and read.common.seed == 7
+
+
+@pytest.mark.parametrize("override", ["model.x=${nope", "model.list.7=5"])
+def test_what_cannot_be_set(override):
+    with pytest.raises(BadInput, match="^overrides: "):
+        config.with_overrides(OmegaConf.create({"model": {"list": [1]}}), [override])

@@ -213,7 +213,7 @@ def option_parser(name, description, turns, limit, output):
     add("--cpu", dest="device", action="store_const", const="cpu",
         default="cuda" if has_gpu() else "cpu",
         help="measure the CPU where there is a GPU")  # fmt: skip
-    add("--turns", type=at_least(1), default=turns, help=f"tables have medians (default: {turns})")
+    add("--turns", type=at_least(1), default=turns, help=f"whose medians count (default: {turns})")
     add("--limit", type=at_least(0, float), default=limit, metavar="SECONDS",
         help=f"leave out what takes longer than this (default: {limit})")  # fmt: skip
     add("--output", type=Path, default=Path(output), metavar="PREFIX", help=f"(default: {output})")

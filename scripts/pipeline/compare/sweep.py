@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import logging
 import math
+import os
 import re
 import signal
 
@@ -61,7 +62,7 @@ class Comparison:
             "rates": args.lr,
             **({"warmups": args.warmup} if args.warmup else {}),
             "vocabulary": VOCABULARY,
-            "precision": fairseq.environment_of(args.device).get(fairseq.PRECISION),
+            "precision": os.environ.get(fairseq.PRECISION),  # None: the usual one
             "training": training_flags(args, {}, "RATE"),
             "averaged": args.schedule.averaged,
             "generation": {} if args.task == "lm" else beam_search(args),
@@ -293,8 +294,7 @@ def compare(arguments=None):
         comparison.open_folder()
         write_results(args.out, comparison.go())
     if comparison.failures:
-        runs = comparison.failures
-        failed = [f"{name} (seed {seed})" if seed else name for name, seed in runs]
+        failed = [f"{name} (seed {seed})" if seed else name for name, seed in comparison.failures]
         raise Failed(f"failed: {', '.join(failed)}")
 
 

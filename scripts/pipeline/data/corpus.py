@@ -152,7 +152,7 @@ def main(arguments=None):
     parser = command.parser("prepare_corpus.py", __doc__)
     add = parser.add_argument
     add("--data", type=Path, required=True, help="folder with the corpus")
-    add("--source-lang", required=True, help="how its source files end, or all files")
+    add("--source-lang", required=True, help="suffix of its (source) files")
     add("--target-lang", help="leave out for a corpus of one language")
     add("--vocabulary", type=command.at_least(1), default=4000, help="pieces to learn "
         "(default: 4000)")  # fmt: skip

@@ -28,7 +28,7 @@ def parse(arguments):
     add("--results", type=Path, default=ROOT / "results" / BENCHMARK / "ablation.json",
         help=f"file of the scores (default: results/{BENCHMARK}/ablation.json)")  # fmt: skip
     add("--rows", type=several(one_of(names)), default=names, metavar="A,B", help=",".join(names))
-    add("--seeds", type=several(int), default=range(1, 6), metavar="A,B", help="(default: 1 to 5)")
+    add("--seeds", type=several(command.at_least(0)), default=range(1, 6), help="(default: 1 to 5)")
     add("--cpu", action="store_true", help="use no GPU")
     add("--dry-run", action="store_true", help="print the command of each step and stop")
     return parser.parse_intermixed_args(arguments)

@@ -90,7 +90,8 @@ def _first_names(model):
 
 
 def save(state, path):
-    """Write ``state`` to ``path`` whole or not at all."""
+    """Write ``state`` to ``path``, in a new folder if need be, whole or not at all."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with whole_file(path) as file:
         torch.save(state, file)
 
@@ -120,7 +121,6 @@ def main(arguments=None):
         elif folders := [path for path in paths if os.path.isdir(path)]:
             wanted = "files, or a folder with a choice such as --last-epochs 5"
             raise ValueError(f"--inputs: expected {wanted}, got the folder {folders[0]}")
-        os.makedirs(os.path.dirname(args.output) or ".", exist_ok=True)
         save(average_checkpoints(paths), args.output)
         print(f"{args.output}: the average of {' '.join(map(str, paths))}")
 

@@ -122,12 +122,12 @@ def with_overrides(config, overrides):
             raise BadInput(f"overrides: expected GROUP.KEY=VALUE, got {override!r}")
     try:
         words = OverridesParser.create().parse_overrides(hydra_words(overrides))
-    except HydraException as error:
+        config = OmegaConf.merge(config)
+        for word in words:
+            OmegaConf.update(config, word.key_or_group, word.value(), force_add=True)
+        return config
+    except (HydraException, OmegaConfBaseException) as error:
         raise BadInput(f"overrides: {str(error).partition(chr(10))[0]}") from None
-    config = OmegaConf.merge(config)
-    for word in words:
-        OmegaConf.update(config, word.key_or_group, word.value(), force_add=True)
-    return config
 
 
 def groups_of(config):

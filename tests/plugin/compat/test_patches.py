@@ -89,11 +89,15 @@ def test_a_command_that_runs_as_a_module_is_patched(monkeypatch):
 def test_a_command_that_is_imported_later_is_patched(monkeypatch):
     monkeypatch.setattr(patching, "_OF_COMMANDS", [])
     patching.patches_command("later", "main")(lambda original: original() + 1)
-    later = SimpleNamespace(main=lambda: 1)
+    patching.patches_command("hydra_later", "train")(lambda original: original() + 1)
+    names = {}
+    exec("def main():\n    return 1", names)
+    later, without_main = SimpleNamespace(**names), SimpleNamespace(train=lambda: 1)
     monkeypatch.setitem(sys.modules, "fairseq_cli.later", later)
+    monkeypatch.setitem(sys.modules, "fairseq_cli.hydra_later", without_main)
     for _ in range(2):
         options.get_parser("", "translation")  # as every command does
-        assert later.main() == 2
+        assert later.main() == 2 and without_main.train() == 2
 
 
 def test_dynamic_convolutions_can_be_scripted():
