@@ -1,10 +1,13 @@
 """Patches of fairseq's batches and epochs: every sentence once, also in a run that resumes."""
 
+import atexit
 import inspect
 import math
+import threading
 import types
 
 import numpy as np
+from fairseq.data.iterators import BackgroundConsumer
 
 from talk_fairseq.compat.patching import overlay, patches
 
@@ -114,9 +117,26 @@ def write_offsets_beyond_two_gibibytes(original, self, index_file):
     return original(self, index_file)
 
 
-def percentile(*args, interpolation="linear", **kwargs):
+@atexit.register
+def stop_reading_ahead():
+    """Let the threads that read batches ahead end before the process does.
+
+    Each may take 10 seconds for the batch that it reads. Without it: a process that ends while such
+    a thread is inside PyTorch aborts, with exit status 134, as trainings of language models
+    sometimes do at their end.
+    """
+    for thread in threading.enumerate():
+        if isinstance(thread, BackgroundConsumer):
+            thread._max_len = 0  # its next batch is its last
+            with thread._queue.not_full:
+                thread._queue.maxsize = math.inf  # a full queue would hold it
+                thread._queue.not_full.notify()
+            thread.join(timeout=10)
+
+
+def percentile(a, q, interpolation):
     """Return ``np.percentile``, with numpy 1's name of ``method``."""
-    return np.percentile(*args, method=interpolation, **kwargs)
+    return np.percentile(a, q, method=interpolation)
 
 
 # Without these: ``--sample-break-mode eos``, ``--num-batch-buckets`` and ``--arch

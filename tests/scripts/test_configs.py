@@ -187,7 +187,7 @@ translation: &translation {common: {fp16: true}, lr_scheduler: {_name: cosine},
   optimization: {clip_norm: 0.0, lr: [0.001]}}
 talk_summarization: *translation
 language_modeling: {task: {tokens_per_sample: 512}, criterion: {_name: adaptive_loss},
-  dataset: {skip_invalid_size_inputs_valid_test: true, data_buffer_size: 0, max_tokens: 3072},
+  dataset: {skip_invalid_size_inputs_valid_test: true, max_tokens: 3072},
   checkpoint: {keep_last_epochs: 1}, distributed_training: {ddp_backend: legacy_ddp},
   optimizer: {_name: nag, weight_decay: 0.0},
   optimization: {lr: [1.0], clip_norm: 0.1, update_freq: [3], max_update: 286000},

@@ -302,7 +302,6 @@ class Evaluation:
             wanted = f"{words:,}, the words and ends of line of {split}"
             raise ValueError(f"tokens: expected {wanted}, got {count:,}")
         cfg.eval_lm.softmax_batch = 1024  # limits memory
-        cfg.dataset.data_buffer_size = 0  # a thread that reads ahead aborts a run at times
         loss = float(eval_lm.main(cfg)["loss"])  # in bits
         tool = f"fairseq-eval-lm: {words:,} words, {cfg.eval_lm.context_window} tokens of context"
         return {"perplexity": {"score": 2**loss, "tool": tool}}

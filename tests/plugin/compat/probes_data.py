@@ -1,5 +1,7 @@
 """Probes of the patches in compat/data.py."""
 
+import subprocess
+import sys
 from itertools import islice
 
 import pytest
@@ -20,6 +22,7 @@ from fairseq.tasks.fairseq_task import FairseqTask
 from probing import (
     breaks,
     dictionary,
+    quiet_environment,
 )
 
 
@@ -167,3 +170,31 @@ def an_epoch_goes_on_in_more_processes(tmp_path):
         ids = sorted(number for batch in seen for number in batch)
         twice = (before * done) % after  # batches that the processes cannot share evenly
         assert sorted(set(ids)) == list(range(12)) and len(ids) == 12 + 2 * twice, ids
+
+
+READS_AHEAD = """
+import torch
+from fairseq.data.iterators import BufferedIterator
+
+class Batches:
+    def __len__(self):
+        return 10**9
+    def __iter__(self):
+        x = torch.ones(300, 300)
+        while True:
+            x @ x
+            yield x
+
+waits, computes = BufferedIterator(1, Batches()), BufferedIterator(0, Batches())
+print(*(len(next(batches)) for batches in (waits, computes)))
+"""
+
+
+@breaks("died with <Signals.SIGABRT: 6>")
+def a_process_ends_while_batches_are_read_ahead(tmp_path):
+    """One thread waits for room in its queue, the other, which has no limit, is inside PyTorch."""
+    patched = "import talk_fairseq" if "talk_fairseq" in sys.modules else ""
+    command = [sys.executable, "-c", patched + READS_AHEAD]
+    run = subprocess.run(command, env=quiet_environment(), capture_output=True, text=True)
+    run.check_returncode()
+    assert run.stdout == "300 300\n"
