@@ -153,6 +153,15 @@ def test_a_folder_has_one_name(tmp_path, monkeypatch):
     assert parse(["--out", str(tmp_path)]).out == tmp_path
 
 
+def test_training_keeps_the_precision_that_is_set(verses, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)  # and back: it goes there
+    of, name = session(verses, tmp_path / "run"), "TALK_MATMUL_PRECISION"
+    monkeypatch.delenv(name, raising=False)
+    assert of.training()[:3] == ["env", f"{name}=medium", "fairseq-train"]
+    monkeypatch.setenv(name, "highest")
+    assert of.training()[:3] == ["env", f"{name}=highest", "fairseq-train"]
+
+
 @of_both
 def test_a_folder_of_another_command_is_left_alone(refusal, tmp_path):
     (tmp_path / "settings.json").write_text('{"kind": "comparison"}')

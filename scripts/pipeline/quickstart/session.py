@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from pipeline.common.command import Failed, at_least, parser
-from pipeline.common.fairseq import Commands, resuming, training
+from pipeline.common.fairseq import PRECISION, Commands, environment_of, resuming, training
 from pipeline.common.files import read_lines, write_lines, write_whole
 from pipeline.common.folder import show
 from pipeline.common.machine import has_gpu
@@ -92,8 +92,8 @@ class Session:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # it stops what it started
         self.commands = Commands("cuda" if self.on_gpu else "cpu", lock=self.folder.lock)
         if not self.on_gpu:
-            # Only training computes in bfloat16; its command says so.
-            self.commands.environment["TALK_MATMUL_PRECISION"] = "highest"
+            # Only training may compute in bfloat16; its command says so.
+            self.commands.environment[PRECISION] = "highest"
 
     def seconds(self):
         """Return how many seconds each training may take, as the first run found that asked."""
@@ -106,10 +106,10 @@ class Session:
 
     def training(self, model=None):
         """Return the words of fairseq-train with the settings of all models and those of one."""
-        precision = [] if self.on_gpu else ["env", "TALK_MATMUL_PRECISION=medium"]
+        on_cpu = ["env", f"{PRECISION}={environment_of('cpu')[PRECISION]}"]
         flags = self.settings["training"] | self.settings["commands"] | (model or {})
-        return [*precision, "fairseq-train", self.binarised, "--user-dir", "talk_fairseq",
-                *words(flags)]  # fmt: skip
+        command = ["fairseq-train", self.binarised, "--user-dir", "talk_fairseq", *words(flags)]
+        return command if self.on_gpu else on_cpu + command
 
     def show(self, command):
         """Show a command, and note it for the list at the end."""
