@@ -15,7 +15,7 @@ PACKAGE = [
     "__init__",
 ]
 LARGEST = 600  # lines of a file
-BOUNDS = {"README.md": 170, "scripts": 7_120, "talk_fairseq": 5_501}
+BOUNDS = {"README.md": 170, "scripts": 7_120, "talk_fairseq": 5_503}
 
 
 def tracked(*patterns):

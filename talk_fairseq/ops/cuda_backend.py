@@ -215,10 +215,11 @@ class _Gpu:
         It calls the driver itself: CuPy's own launch also looks up a device and a stream, and reads
         the argument as an array.
         """
-        function = _kernel(self, file, dtype, name).ptr
+        # Held here, since CuPy 13 lets go of one if two threads load it at the same time.
+        kernel = _kernel(self, file, dtype, name)
         launch, stream = cupy.cuda.driver.launchKernel, torch._C._cuda_getCurrentRawStream
-        sizes, index = (function, *blocks, threads, 1, 1, shared), self.index
-        return lambda parameters: launch(*sizes, stream(index), parameters, 0)
+        sizes, index = (*blocks, threads, 1, 1, shared), self.index
+        return lambda parameters: launch(kernel.ptr, *sizes, stream(index), parameters, 0)
 
 
 _gpu = functools.cache(_Gpu)

@@ -78,8 +78,9 @@ class FusedAdam(torch.optim.Optimizer):
         squares = [self.state[p]["exp_avg_sq"] for p in params]
         wide = _contiguous(params, means[0].dtype)
         gradients = _contiguous([p.grad for p in params], means[0].dtype)
-        # Filled on the device: a copy from the host would wait for a GPU.
-        steps = [torch.full((), float(step), device=params[0].device)] * len(params)
+        # Filled on the device: a copy from the host would wait for a GPU. A GPU reads float32.
+        number = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
+        steps = [number] * len(params)
         beta1, beta2 = group["betas"]
         # PyTorch adds eps to the corrected root, fairseq to the root as it is.
         eps = group["eps"] / math.sqrt(1 - beta2**step)

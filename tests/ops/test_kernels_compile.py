@@ -5,6 +5,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -102,6 +103,25 @@ def test_shared_memory_is_asked_for_once(monkeypatch):
         (1, (3, 2, 1), 32, 1, 1, 64 * 1024, 71, 0),
         (1, (3, 2, 1), 32, 1, 1, limit, 72, 0),
     ]
+
+
+def test_a_launcher_keeps_its_kernel_loaded(monkeypatch):
+    """Two threads that begin together may load one each; CuPy 13 lets go of one of them."""
+
+    class Function:
+        ptr = 1
+
+    loaded = [Function()]
+    kept = weakref.ref(loaded[0])
+    driver = SimpleNamespace(launchKernel=None)
+    monkeypatch.setattr(cuda_backend, "cupy", SimpleNamespace(cuda=SimpleNamespace(driver=driver)))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", None, raising=False)
+    monkeypatch.setattr(cuda_backend, "_kernel", lambda *_: loaded.pop())
+    gpu = SimpleNamespace(index=0)
+    launcher = cuda_backend._Gpu.launcher(gpu, "talk_conv.cu", "float32", "f", (1, 1, 1), 32, 0)
+    assert kept() is not None
+    del launcher
+    assert kept() is None
 
 
 def test_without_cupy(monkeypatch):

@@ -107,6 +107,25 @@ def test_any_strides():
     assert not table[:, 4:].any()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_changes_nothing(default, device):
+    results = []
+    for dtype in (torch.float32, default):
+        params = parameters(torch.float32, device=device)
+        optimizer = FusedAdam(params, **OPTIONS)
+        for p in params:
+            p.grad = torch.ones_like(p)
+            optimizer.state[p]["step"] = 300  # bfloat16 cannot hold the next number
+        torch.set_default_dtype(dtype)
+        try:
+            optimizer.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        results.append(params)
+    assert all(map(torch.equal, *results))
+
+
 def test_halves_are_widened_some_at_a_time(monkeypatch):
     results = []
     for size in (16, 2):
