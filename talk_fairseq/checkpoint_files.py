@@ -79,9 +79,9 @@ def _plain(value, done):
     Raises ValueError for tensors with more elements than they have bytes for (an expanded one has
     one for all), and for any but plain tensors of real numbers.
     """
-    # A part may be in many places: each is walked once, or a small file would take forever.
     if not isinstance(value, (torch.Tensor, PlainArray, dict, list, tuple, argparse.Namespace)):
         return value
+    # A part may be in many places: each is walked once, or a small file would take forever.
     if id(value) in done:
         return done[id(value)][1]
     made = value
