@@ -1,6 +1,7 @@
 """What README.md and docs/ tell people to type works: Python, commands, links and tables."""
 
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -34,10 +35,16 @@ def prose(page):
 
 
 def write_files(page, folder):
-    """Write the blocks that begin with a file's name as a comment; return the other blocks."""
+    """Write the blocks that begin with a file's name as a comment; return the other blocks.
+
+    Those of a file of the project quote it.
+    """
     others = []
     for text in blocks(page, "python", "yaml"):
         if named := re.match(r"# ([\w/]+\.(?:py|yaml))\n", text):
+            if (ROOT / named[1]).exists():
+                assert text[named.end() :] in (ROOT / named[1]).read_text()
+                continue
             path = folder / named[1]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
@@ -136,6 +143,8 @@ def test_python(page, tmp_path, monkeypatch):
     """The blocks of a page one after the other, as a reader would paste them."""
     if page == "docs/own_variant.md":
         pytest.importorskip("fairseq")
+        # Its copy would register the same models anew.
+        monkeypatch.setitem(sys.modules, "my_variant", importlib.import_module("windows"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     names = {}
@@ -195,7 +204,7 @@ def test_commands(page, corpus, trained, tmp_path):
     (quickstart / "binarised").symlink_to(corpus)
     (quickstart / "averaged.pt").symlink_to(trained)
     learn_pieces(corpus.parent / "train.es", quickstart / "corpus/sentencepiece.model")
-    for name in ("talk_fairseq", "scripts"):
+    for name in ("talk_fairseq", "scripts", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     make_texts(corpus.parent, tmp_path)
     if page == "docs/checkpoints.md":
@@ -204,10 +213,10 @@ def test_commands(page, corpus, trained, tmp_path):
     write_files(page, tmp_path)
 
     lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
-    commands = [line for line in lines if re.match(r"(echo .*)?fairseq-|python |export ", line)]
+    commands = [line for line in lines if re.match(r"(echo .*)?fairseq-|python |cp |export ", line)]
     script = ["set -euo pipefail"]
     for command in commands:
-        name = re.search(r"fairseq-[\w-]+|\w+\.py|export", command)[0]
+        name = re.search(r"fairseq-[\w-]+|\w+\.py|export|cp", command)[0]
         command = re.sub(r"(--last-epochs) \d+", r"\1 1", command)
         command = re.sub(r"--(vocabulary) \d+", r"--\1 300", command)
         if name == "fairseq-train":
@@ -230,7 +239,7 @@ def test_commands(page, corpus, trained, tmp_path):
     subprocess.run(["bash", "-c", "\n".join(script)], check=True, cwd=tmp_path, env=environment)
     for text in blocks(page, "py"):
         subprocess.run([sys.executable, "-c", text], check=True, cwd=tmp_path, env=environment)
-    assert len([line for line in commands if not line.startswith("export")]) == COMMANDS[page]
+    assert len([line for line in commands if not re.match("export |cp ", line)]) == COMMANDS[page]
     if page == "docs/quickstart.md":
         assert (tmp_path / "windows.encoder.png").exists()
 
