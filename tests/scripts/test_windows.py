@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 
 from pipeline.data.text import learn_pieces
 from pipeline.plots import windows as plot_windows
-from talk_fairseq import talk_conv_reference
+from talk_fairseq import TaLKConv, talk_conv_reference
 
 LOAD = plot_windows.load
 WORDS = 97
@@ -215,6 +215,18 @@ def test_a_word_is_covered_by_what_it_counts(checkpoints, data, load):
     left, right, *_ = bars(axis, "limit", (T,))
     assert np.array_equal(left + 0.5, np.maximum(word - layer.max_left, 0))
     assert np.array_equal(right - 0.5, np.minimum(word + layer.max_right, T - 1))
+
+
+@torch.no_grad()
+def test_heads_with_largest_windows_of_their_own():
+    conv = TaLKConv(8, 4, max_left=15, max_right=7, spread_windows=True)
+    torch.nn.init.constant_(conv.offsets.bias, 40)  # offsets of 1
+    layer = plot_windows.Layer(conv, *conv.predict_offsets(torch.randn(30, 1, 8)))
+    expected = np.round(2 ** np.linspace(1, np.log2([15, 7]), 4))
+    for reach, largest in zip((layer.left, layer.right), expected.T):
+        assert np.allclose(reach, largest)
+    ends, own, _ = drawn_ends(plot_windows.windows_figure(["w"] * 30, [layer], "").axes[0], 30, 4)
+    assert np.allclose(20 - ends[20], expected[:, 0]) and np.allclose(own[20] - 20, expected[:, 1])
 
 
 def test_files_of_our_checkpoint(run, checkpoints, data, load):
