@@ -72,6 +72,12 @@ def test_operations_are_those_of_products_forward_and_backward():
         ends = 2 * B * C * wide if isinstance(layer, ConvTBC) else 0  # what reads the padding
         assert counter.get_total_flops() == pytest.approx(2 * 3 * products, abs=2 * 2 * ends)
 
+    q, k, v = torch.randn(3, B, 2, T, C, requires_grad=True)
+    with operations_counter() as counter:
+        torch.nn.functional.scaled_dot_product_attention(q, k, v).sum().backward()
+    scores = 2 * B * 2 * T * T * C  # of a product of queries and keys
+    assert counter.get_total_flops() == 7 * scores  # two of them forward, five backward
+
 
 def test_validation_curves_over_updates_and_measured_time():
     figure = validation_figure(synthetic(seeds=1))

@@ -13,7 +13,7 @@ def read_systems(name):
     A system's own `user-dir` becomes a whole path; in the file it is from the project's root on.
     """
     found = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
-    for flags in found.get("systems", {}).values():
+    for flags in (found.get("systems", {}) | found.get("ablations", {})).values():
         if "user-dir" in flags:
             flags["user-dir"] = str(ROOT / flags["user-dir"])
     return found

@@ -53,7 +53,7 @@ def option_parser():
     add("--source-lang", metavar="NAME", help="how its source files end (default: es)")
     add("--target-lang", metavar="NAME", help="how its target files end (default: en)")
     add("--out", type=Path, help="folder for everything (default: compare/TASK_PRESET)")
-    add("--systems", type=several(str), metavar="A,B", help="which to compare (default: all)")
+    add("--systems", type=several(str), metavar="A,B", help="(default: all but ablations)")
     add("--seeds", type=at_least(1), metavar="N",
         help="runs of each system, with seeds 1 to N (default: 1; cpu_small, gpu: 3)")  # fmt: skip
     add("--updates", type=at_least(1), metavar="N",
@@ -98,7 +98,7 @@ def parse(arguments=None):
         raise BadInput(f"--tokens: expected at most a batch of {most}, got {args.tokens}")
     if args.tokens:
         args.schedule.flags["tokens-per-sample"] = args.tokens
-    args.systems = choose_systems(args, preset["systems"])
+    args.systems = choose_systems(args, preset["systems"], preset.get("ablations", {}))
     args.rates = {name: rates_of(name, args) for name in args.systems}
     args.languages = languages_of(args)
     if args.task == "summ" and args.data is None:
@@ -108,13 +108,14 @@ def parse(arguments=None):
     return args
 
 
-def choose_systems(args, known):
+def choose_systems(args, systems, ablations):
     """Return ``{name: flags}`` of the systems to compare, of those of the preset's file."""
+    known = systems | ablations
     if sizes := getattr(args.schedule, "systems", None):  # of the preset's own
         known = {name: known[name] | flags for name, flags in sizes.items()}
     if args.task == "summ":  # ConvS2S takes two tokens fewer than what sources are cut to
         known = {name: flags for name, flags in known.items() if flags.get("arch") != "fconv"}
-    chosen = args.systems or list(known)
+    chosen = args.systems or [name for name in known if name not in ablations]
     for name in chosen:
         if name not in known:
             raise BadInput(f"--systems: expected some of {', '.join(known)}, got {name!r}")

@@ -128,8 +128,7 @@ def paired_bootstrap(scores, baseline):
     as the one that was found is from 0. (That of sacreBLEU counts about one side.)
     """
     differences = np.subtract(scores, baseline)
-    count = len(differences)
-    drawn = np.random.default_rng(12345).integers(count, size=(1000, count))
+    drawn = np.random.default_rng(12345).integers(len(scores), size=(1000, len(scores)))
     resampled = differences[drawn].mean(axis=1)
     as_far = abs(resampled - resampled.mean()) >= abs(differences.mean())
     return (1 + int(as_far.sum())) / 1001

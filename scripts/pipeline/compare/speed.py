@@ -29,9 +29,8 @@ def measure_speeds(args, words, checkpoints):
             own = [calls[name, i] for i in each]
             with operations_counter() as counter:
                 tokens = sum(step() for step in own)  # all, so that what is allocated once is there
-            memory = peak_memory(lambda own=own: [step() for step in own], args.device)
-            operations = counter.get_total_flops()
-            row[what] = {"tokens": tokens, "memory": memory, "operations": operations}
+            peak = peak_memory(lambda own=own: [step() for step in own], args.device)
+            row[what] = {"tokens": tokens, "memory": peak, "operations": counter.get_total_flops()}
         seconds = {call: [] for call in calls}
         for call in in_turn(calls, args.turns):
             seconds[call].append(timed(calls[call]))
@@ -51,16 +50,17 @@ def measure_speeds(args, words, checkpoints):
 
 def operations_counter():
     """Return a context that counts operations: two for each product of a matrix product."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
+    from torch.ops import aten
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-    def conv_tbc(x, weight, *others, out_shape=None):
-        return 2 * math.prod(x) * weight[0] * weight[2]
-
-    def addmm_(out, a, b, *others, out_shape=None):  # in the gradient of conv_tbc
-        return 2 * math.prod(a) * b[1]
-
-    uncounted = {torch.ops.aten.conv_tbc: conv_tbc, torch.ops.aten.addmm_: addmm_}
+    attention = aten._scaled_dot_product_flash_attention_for_cpu
+    attention_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    uncounted = {  # by the shapes of their arguments
+        aten.conv_tbc: lambda x, weight, *_, **__: 2 * math.prod(x) * weight[0] * weight[2],
+        aten.addmm_: lambda out, a, b, *_, **__: 2 * math.prod(a) * b[1],  # in its gradient
+        attention: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+        attention_backward: lambda out, q, k, v, *_, **__: sdpa_backward_flop_count(out, q, k, v),
+    }
     return FlopCounterMode(display=False, custom_mapping=uncounted)
 
 
