@@ -225,8 +225,8 @@ def test_heads_with_largest_windows_of_their_own():
     expected = np.round(2 ** np.linspace(1, np.log2([15, 7]), 4))
     for reach, largest in zip((layer.left, layer.right), expected.T):
         assert np.allclose(reach, largest)
-    ends, own, _ = drawn_ends(plot_windows.windows_figure(["w"] * 30, [layer], "").axes[0], 30, 4)
-    assert np.allclose(20 - ends[20], expected[:, 0]) and np.allclose(own[20] - 20, expected[:, 1])
+    a_l, a_r, _ = drawn_ends(plot_windows.windows_figure(["w"] * 30, [layer], "").axes[0], 30, 4)
+    assert np.allclose(20 - a_l[20], expected[:, 0]) and np.allclose(a_r[20] - 20, expected[:, 1])
 
 
 def test_files_of_our_checkpoint(run, checkpoints, data, load):

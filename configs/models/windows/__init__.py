@@ -1,7 +1,7 @@
 """Models with something else in place of the windows: what do the windows do?
 
 A user directory of fairseq. With ``--user-dir configs/models/windows`` each arch of talk_fairseq
-has three others, with `talkconv` in its name replaced: `kernels_plus` is `talkconv_plus` with
+has three counterparts, with `talkconv` in its name replaced: `kernels_plus` is `talkconv_plus` with
 lightweight convolutions in place of its windows, `no_windows_plus` has nothing there, and in
 `one_window_plus` all tokens share one window. docs/ablations.md has what they score, and
 docs/own_variant.md makes an example of the first.
