@@ -50,14 +50,14 @@ def measure_speeds(args, words, checkpoints):
 
 def operations_counter():
     """Return a context that counts operations: two for each product of a matrix product."""
-    from torch.ops import aten
+    from torch import ops
     from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-    attention = aten._scaled_dot_product_flash_attention_for_cpu
-    attention_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    attention = ops.aten._scaled_dot_product_flash_attention_for_cpu
+    attention_backward = ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     uncounted = {  # by the shapes of their arguments
-        aten.conv_tbc: lambda x, weight, *_, **__: 2 * math.prod(x) * weight[0] * weight[2],
-        aten.addmm_: lambda out, a, b, *_, **__: 2 * math.prod(a) * b[1],  # in its gradient
+        ops.aten.conv_tbc: lambda x, weight, *_, **__: 2 * math.prod(x) * weight[0] * weight[2],
+        ops.aten.addmm_: lambda out, a, b, *_, **__: 2 * math.prod(a) * b[1],  # in its gradient
         attention: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
         attention_backward: lambda out, q, k, v, *_, **__: sdpa_backward_flop_count(out, q, k, v),
     }
